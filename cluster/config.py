@@ -1,0 +1,221 @@
+"""The configuration of a deployment: read at the edge, checked once, taken apart in launch.py. Pure.
+
+Each field says what it does and what more and less of it mean; `kvtier up --set key.path=value` overrides any.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used; the message names the key, the value and what would be right."""
+
+
+def parse_bytes(value: Any) -> Any:
+    """Sizes are integers in bytes, or text such as 512MiB or 2GB."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if not match:
+        raise ValueError(f"not a size in bytes (say 512MiB, 2GB or 1048576): {value!r}")
+    unit = (match.group(2) or "").upper().removesuffix("B")
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    """Which model is served."""
+
+    path: str = (
+        "smollm2-135m-instruct"  # a name from `kvtier model ls`, a Hugging Face folder or id, or a .gguf file
+    )
+    name: str = ""  # what clients see; default: the path's last part
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    max_context: int = Field(
+        default=0, ge=0
+    )  # tokens of prompt and output; 0: what the model's own config says
+    forward: Literal["auto", "lean", "transformers"] = (
+        "auto"  # our fused forward where the architecture is known
+    )
+
+
+class L1Config(_Section):
+    """The arena of each worker, in its HBM (in RAM without a GPU)."""
+
+    bytes: Bytes = Field(default=512 * 2**20, gt=0)
+
+
+class L3Config(_Section):
+    """The node's slab of pinned shared memory; 0 turns the tier off."""
+
+    bytes: Bytes = Field(default=1024 * 2**20, ge=0)
+
+
+class L4Config(_Section):
+    """The node's pages on SSD; 0 bytes turns the tier off."""
+
+    path: str = ""  # folder; default: a folder of this deployment's name under the user's cache folder
+    bytes: Bytes = Field(default=4 * 2**30, ge=0)  # budget of all files, free pages included
+    store: Literal["slab", "lmdb"] = "slab"  # page bytes in O_DIRECT slab files, or as LMDB values
+
+
+class TiersConfig(_Section):
+    """Sizes of the tiers. Larger tiers hold more prefixes; each is bounded by its bytes."""
+
+    l1: L1Config = L1Config()
+    l3: L3Config = L3Config()
+    l4: L4Config = L4Config()
+    write: Literal["through"] = (
+        "through"  # sealed pages are copied down at once, so a dying worker loses little
+    )
+
+
+class CacheConfig(_Section):
+    """What of the cache is part of its identity, beside the model."""
+
+    epoch: int = Field(default=0, ge=0)  # raise it to make all cached pages of this deployment unfindable
+    load: Literal["auto", "always"] = "auto"  # auto: a load that measures slower than recompute is not made
+    load_deadline_ms: float = Field(default=2000.0, gt=0)  # a load that takes longer loses to recompute
+
+
+class WorkerConfig(_Section):
+    """The decode workers of a node."""
+
+    count: int = Field(default=1, ge=1)
+    threads: int = Field(default=0, ge=0)  # 0: the physical cores, shared out among the workers
+    max_batch_tokens: int = Field(
+        default=2048, ge=16
+    )  # of one step: more is faster prefill, less is smoother decode
+    max_sequences: int = Field(default=64, ge=1)  # running at once
+    max_waiting: int = Field(
+        default=1024, ge=1
+    )  # requests in the queue; more are refused with RESOURCE_EXHAUSTED
+
+
+class TLSConfig(_Section):
+    """PEM files; with `client_ca` clients must show a certificate it signed."""
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+
+class GrpcConfig(_Section):
+    """Where the gateway listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=50051, ge=0, le=65535)  # 0: any free port; `kvtier status` names it
+    max_message_bytes: Bytes = Field(default=16 * 2**20, ge=65536)
+    tls: TLSConfig | None = None
+
+
+class TenantConfig(_Section):
+    """A tenant: its pages are never found by another. Changing `salt` makes its cached pages unfindable."""
+
+    name: str = Field(min_length=1, max_length=128)
+    salt: str = ""
+
+
+class RayConfig(_Section):
+    """The Ray cluster: `local` starts one on this machine, an address joins one."""
+
+    address: str = "local"
+
+
+class Config(_Section):
+    """A whole deployment."""
+
+    name: str = Field(default="kvtier", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    model: ModelConfig = ModelConfig()
+    page_tokens: int = 16
+    numerics: Literal["auto", "fast", "invariant"] = "auto"  # auto: invariant in float32, fast else
+    tiers: TiersConfig = TiersConfig()
+    cache: CacheConfig = CacheConfig()
+    worker: WorkerConfig = WorkerConfig()
+    grpc: GrpcConfig = GrpcConfig()
+    tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
+    ray: RayConfig = RayConfig()
+
+    @field_validator("page_tokens")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value < 1 or value > 4096 or value & (value - 1):
+            raise ValueError(
+                f"page_tokens must be a power of two from 1 to 4096 (16 is the default), got {value}"
+            )
+        return value
+
+    @field_validator("tenants")
+    @classmethod
+    def _tenants_differ(cls, value: tuple[TenantConfig, ...]) -> tuple[TenantConfig, ...]:
+        names = [t.name for t in value]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"tenants must be at least one, each name once, got {names}")
+        return value
+
+
+def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a YAML file (None: the defaults) and apply `key.path=value` overrides; ConfigError names what is wrong."""
+    try:
+        data: Any = yaml.safe_load(path.read_text()) if path else {}
+    except OSError as error:
+        raise ConfigError(f"can't read config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path} is no YAML: {error}") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config {path} must be a mapping of sections, got {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set takes key.path=value, got {override!r}")
+    *sections, last = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {key}: {section} is no section")
+    try:
+        data[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: {text!r} is no YAML value: {error}") from error
+
+
+def _sentence(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] == "extra_forbidden":
+        return f"{where}: no such key"
+    return f"{where}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"

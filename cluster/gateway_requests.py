@@ -1,0 +1,181 @@
+"""Reads what clients ask for, checks every value, and makes the worker's request of it. Performs no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from kvtier.proto import cache_pb2, inference_pb2
+from kvtier.workers.api import SamplingParams
+from kvtier.workers.model_text import Text, TextError
+
+DEFAULT_TENANT = "default"
+DEFAULT_MAX_TOKENS = 1024  # where the request names none and the context leaves as much
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+MAX_STOP_IDS = 64
+MAX_ID_CHARS = 128
+ROLES = ("system", "user", "assistant", "tool")
+
+Prompted = inference_pb2.GenerateRequest | cache_pb2.LookupRequest
+
+
+class Refusal(Exception):
+    """A call is answered with this status code and one readable sentence."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> Refusal:
+    """A value of the request is wrong."""
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def prompt_chars(request: Prompted) -> int:
+    """Characters that the tokenizer must read; 0 for token ids."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return len(request.text)
+        case "chat":
+            return sum(len(message.content) for message in request.chat.messages)
+        case _:
+            return 0
+
+
+def prompt_ids(request: Prompted, text: Text | None, vocab_size: int) -> tuple[int, ...]:
+    """The prompt as token ids, each in the vocabulary. Raises Refusal."""
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            ids: Sequence[int] = request.token_ids.ids
+        case "text":
+            if not request.text:
+                raise invalid("prompt is empty: text has no characters")
+            ids = _tokenizer(text).encode(request.text)
+        case "chat":
+            ids = _chat_ids(request.chat, _tokenizer(text))
+        case _:
+            raise invalid("prompt is missing: send one of text, token_ids or chat")
+    if not ids:
+        raise invalid("prompt is empty: it has no tokens")
+    check_vocabulary("prompt", ids, vocab_size)
+    return tuple(ids)
+
+
+def check_vocabulary(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that the model doesn't know, naming the first."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        position, wrong = next((p, i) for p, i in enumerate(ids) if not 0 <= i < vocab_size)
+        raise invalid(
+            f"token id {wrong} at position {position} of {what} is out of vocabulary: ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def _tokenizer(text: Text | None) -> Text:
+    if text is None:
+        raise Refusal(
+            grpc.StatusCode.FAILED_PRECONDITION, "the model has no tokenizer: send the prompt as token_ids"
+        )
+    return text
+
+
+def _chat_ids(chat: inference_pb2.Chat, text: Text) -> list[int]:
+    if not chat.messages:
+        raise invalid("prompt is empty: chat has no messages")
+    for position, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise invalid(
+                f"role of chat message {position} must be one of {', '.join(ROLES)}, got {message.role!r}"
+            )
+    if not text.has_chat_template:
+        raise Refusal(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the model has no chat template: send the prompt as text or token_ids",
+        )
+    try:
+        return text.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+    except TextError as error:
+        raise invalid(str(error)) from error
+
+
+def sampling_params(
+    sampling: inference_pb2.Sampling, prompt_tokens: int, max_context: int, vocab_size: int, fresh_seed: int
+) -> SamplingParams:
+    """The request's sampling with defaults filled in, and room for it in the context. Raises Refusal."""
+    room = max_context - prompt_tokens
+    if room < 1:
+        raise invalid(
+            f"prompt of {prompt_tokens} tokens leaves no room for output: the model's context is {max_context} tokens"
+        )
+    params = _with_defaults(sampling, min(room, DEFAULT_MAX_TOKENS), fresh_seed)
+    try:
+        params.validate()
+    except ValueError as error:
+        raise invalid(str(error)) from error
+    if params.max_tokens > room:
+        raise invalid(
+            f"prompt of {prompt_tokens} tokens and max_tokens {params.max_tokens} are {prompt_tokens + params.max_tokens} "
+            f"tokens: the model's context is {max_context}"
+        )
+    if len(params.stop_ids) > MAX_STOP_IDS:
+        raise invalid(f"stop_ids must be at most {MAX_STOP_IDS}, got {len(params.stop_ids)}")
+    check_vocabulary("stop_ids", params.stop_ids, vocab_size)
+    return params
+
+
+def _with_defaults(sampling: inference_pb2.Sampling, max_tokens: int, seed: int) -> SamplingParams:
+    defaults = SamplingParams()
+
+    def given(name: str, default: Any) -> Any:
+        return getattr(sampling, name) if sampling.HasField(name) else default
+
+    return SamplingParams(
+        max_tokens=given("max_tokens", max_tokens),
+        min_tokens=given("min_tokens", defaults.min_tokens),
+        temperature=given("temperature", defaults.temperature),
+        top_k=given("top_k", defaults.top_k),
+        top_p=given("top_p", defaults.top_p),
+        min_p=given("min_p", defaults.min_p),
+        repetition_penalty=given("repetition_penalty", defaults.repetition_penalty),
+        seed=given("seed", seed),
+        stop_ids=tuple(sampling.stop_ids),
+        ignore_eos=given("ignore_eos", defaults.ignore_eos),
+        logprobs=given("logprobs", defaults.logprobs),
+        n=given("n", defaults.n),
+    )
+
+
+def stop_strings(sampling: inference_pb2.Sampling, text: Text | None) -> tuple[str, ...]:
+    """The request's stop strings. Raises Refusal."""
+    stops = tuple(sampling.stop)
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
+    for stop in stops:
+        if not stop:
+            raise invalid("a stop string must not be empty")
+        if len(stop.encode()) > MAX_STOP_BYTES:
+            raise invalid(f"a stop string must be at most {MAX_STOP_BYTES} bytes, got {len(stop.encode())}")
+    if stops:
+        _tokenizer_for_stops(text)
+    return stops
+
+
+def _tokenizer_for_stops(text: Text | None) -> None:
+    if text is None:
+        raise Refusal(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the model has no tokenizer: stop takes stop_ids, not strings",
+        )
+
+
+def checked_id(request_id: str, fresh: str) -> str:
+    """The request's id, or the fresh one when it names none. Raises Refusal."""
+    if len(request_id) > MAX_ID_CHARS or not request_id.isprintable():
+        raise invalid(
+            f"request_id must be at most {MAX_ID_CHARS} printable characters, got {request_id[:MAX_ID_CHARS]!r}"
+        )
+    return request_id or fresh

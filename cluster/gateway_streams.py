@@ -1,0 +1,243 @@
+"""One request's way back: its sequences' tokens become text and chunks. Knows no gRPC call, no Ray, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.text import StopScanner
+from kvtier.proto import inference_pb2
+from kvtier.tier.page import TierName
+from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, TokenLogprobs, Usage
+from kvtier.workers.model_text import Detokenizer, Text
+
+_FINISH = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class Sequence:
+    """What one of a request's n sequences has given and its client has not yet taken. Owned by its Stream.
+
+    Grows by what the worker makes while the client is slow, so by at most max_tokens tokens.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_scanner",
+        "_unscanned_tokens",
+        "delivered_tokens",
+        "finish",
+        "index",
+        "is_done",
+        "logprobs",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer | None, scanner: StopScanner | None, min_tokens: int = 0
+    ) -> None:
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: FinishReason | None = None  # what the client will read
+        self.is_done = False  # its last chunk has been taken
+        self.delivered_tokens = 0
+        self._detokenizer = detokenizer
+        self._scanner = scanner
+        self._unscanned_tokens = min_tokens - 1  # no stop string ends the sequence before min_tokens
+
+    def take(self, output: Output, silent_ids: frozenset[int]) -> None:
+        """Add a step's tokens; the token that ends the sequence, one of `silent_ids`, gives no text."""
+        is_stop = output.finish_reason is FinishReason.STOP
+        taken = 0
+        for token_id in output.token_ids:
+            taken += 1
+            is_silent = is_stop and taken == len(output.token_ids) and token_id in silent_ids
+            if self._detokenizer and not is_silent and self._add(self._detokenizer.push((token_id,))):
+                self.finish = FinishReason.STOP
+                break
+            self._unscanned_tokens -= 1
+        self.token_ids += output.token_ids[:taken]
+        self.logprobs += output.logprobs[:taken]
+        if self.finish is None and output.finish_reason is not None:
+            self._end(output.finish_reason)
+
+    def _add(self, text: str) -> bool:
+        """Whether the text completes a stop string."""
+        if not self._scanner or self._unscanned_tokens > 0:
+            self.text += text
+            return False
+        shown, is_stop = self._scanner.push(text)
+        self.text += shown
+        return is_stop
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish = reason
+        if self._detokenizer and self._add(self._detokenizer.finish()):
+            self.finish = FinishReason.STOP
+        elif self._scanner:
+            self.text += self._scanner.flush()
+
+    def chunk(self, request_id: str) -> inference_pb2.GenerateChunk | None:
+        """What is there for the client, taken out; None when there is nothing."""
+        if not self.token_ids and not self.text and (self.finish is None or self.is_done):
+            return None
+        chunk = inference_pb2.GenerateChunk(
+            request_id=request_id, index=self.index, text=self.text, token_ids=self.token_ids
+        )
+        for position in self.logprobs:
+            entry = chunk.logprobs.add(logprob=position.logprob)
+            for token_id, logprob in position.top:
+                entry.top.add(id=token_id, logprob=logprob)
+        if self.finish is not None:
+            chunk.finish_reason = _FINISH[self.finish]
+            self.is_done = True
+        self.delivered_tokens += len(self.token_ids)
+        self.text = ""
+        self.token_ids = []
+        self.logprobs = []
+        return chunk
+
+
+class Stream:
+    """A request in flight. The gateway's loop feeds it (`take`, `fail`); its call's handler drains it."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        worker_id: str,
+        text: Text | None,
+        stops: tuple[str, ...],
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.request = request
+        self.worker_id = worker_id
+        self.sequences = [
+            Sequence(
+                index,
+                text.detokenizer() if text else None,
+                StopScanner(stops) if stops else None,
+                request.sampling.min_tokens,
+            )
+            for index in range(request.sampling.n)
+        ]
+        self.failure: Refusal | None = None
+        self.is_cancelling = False  # the worker has been told that all sequences have their end
+        self._usage: Usage | None = None
+        self._timings: Timings | None = None
+        self._silent_ids = frozenset(eos_ids) | frozenset(request.sampling.stop_ids)
+        self._at_worker = set(range(request.sampling.n))  # sequences that the worker has not ended
+        self._news = asyncio.Event()
+        self._is_first = True
+        self._is_abandoned = False
+
+    @property
+    def is_over_at_worker(self) -> bool:
+        """The worker has said its last word on every sequence."""
+        return not self._at_worker
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sequence has its end; nothing the worker may still say changes what the client reads."""
+        return all(sequence.finish is not None for sequence in self.sequences)
+
+    @property
+    def is_drained(self) -> bool:
+        """The client has been given everything."""
+        return all(sequence.is_done for sequence in self.sequences)
+
+    def take(self, output: Output) -> None:
+        """Add a step's output of one sequence."""
+        self._news.set()
+        if output.finish_reason is not None:
+            self._at_worker.discard(output.index)
+        if self._is_abandoned:
+            return
+        if output.usage is not None and (output.index == 0 or self._usage is None):
+            self._usage = output.usage
+        if output.timings is not None:
+            self._timings = output.timings
+        sequence = self.sequences[output.index]
+        if sequence.finish is not None:
+            return
+        match output.finish_reason:
+            case FinishReason.ERROR:
+                reason = output.error or "the worker failed without a word"
+                self.fail(Refusal(grpc.StatusCode.INTERNAL, reason))
+            case FinishReason.CANCELLED:
+                reason = output.error or "it is stopping"
+                self.fail(
+                    Refusal(
+                        grpc.StatusCode.UNAVAILABLE, f"worker {self.worker_id} gave the request up: {reason}"
+                    )
+                )
+            case None | FinishReason.STOP | FinishReason.LENGTH:
+                sequence.take(output, self._silent_ids)
+
+    def fail(self, failure: Refusal) -> None:
+        """End the stream with a status, unless it has all its output; what was not taken yet is dropped."""
+        if self.failure is None and not self.is_complete:
+            self.failure = failure
+        self._news.set()
+
+    def abandon(self) -> None:
+        """Nobody drains it any more; from now on it only counts the worker's last words."""
+        self._is_abandoned = True
+
+    def conclude(self) -> None:
+        """Wait no longer for the worker's last word."""
+        self._at_worker.clear()
+        self._news.set()
+
+    async def wait_over(self) -> None:
+        """Until the worker has said its last word; for a stream nobody drains."""
+        while not self.is_over_at_worker:
+            await self._news.wait()
+            self._news.clear()
+
+    async def wait(self) -> None:
+        """Until something is new. Raises the stream's failure."""
+        await self._news.wait()
+        self._news.clear()
+        if self.failure is not None:
+            raise self.failure
+
+    def drain(self) -> list[inference_pb2.GenerateChunk]:
+        """Chunks for the client, one per sequence at most.
+
+        The last one of all, with the usage, comes when the worker has said its last word: it knows the timings.
+        """
+        request_id = self.request.request_id
+        may_end = self.is_over_at_worker or not self.is_complete
+        chunks = [chunk for s in self.sequences if may_end and (chunk := s.chunk(request_id))]
+        if chunks and self._is_first:
+            self._is_first = False
+            chunks[0].worker = self.worker_id
+            chunks[0].seed = self.request.sampling.seed
+        if chunks and self.is_drained:
+            self._conclude(chunks[-1])
+        return chunks
+
+    def _conclude(self, chunk: inference_pb2.GenerateChunk) -> None:
+        completion_tokens = sum(sequence.delivered_tokens for sequence in self.sequences)
+        if self._usage is not None:
+            chunk.usage.CopyFrom(usage_message(self._usage, completion_tokens))
+        if self._timings is not None:
+            for name in ("queue", "load", "prefill", "ttft", "decode"):
+                setattr(chunk.timings_ms, name, getattr(self._timings, name))
+
+
+def usage_message(usage: Usage, completion_tokens: int) -> inference_pb2.Usage:
+    """As clients read it, with every tier present."""
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=completion_tokens,
+        computed_tokens=usage.computed_tokens,
+        cached_tokens={tier.value: usage.cached_tokens.get(tier.value, 0) for tier in TierName},
+    )

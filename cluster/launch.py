@@ -1,0 +1,255 @@
+"""Takes the configuration apart: starts Ray, the cache node, the workers and the gateway, and stops them again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from kvtier.cluster.config import Config
+from kvtier.cluster.leftovers import Stamp, alive
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0  # for pages that are not on SSD yet
+FINISH_S = 5.0  # for requests that are running
+_STOP_EXTRA_S = 15.0  # for closing what has been drained
+_POLL_S = 0.1
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB; no page bytes ever go there
+_NODE_ID = "node-0"
+
+
+class LaunchError(RuntimeError):
+    """The deployment can't start; the message says which part, why, and the way out."""
+
+
+class Progress(Protocol):
+    """Told what is being done; called often while something is waited for. It may raise to break off."""
+
+    def __call__(self, step: str, done: int = 0, total: int | None = None) -> None: ...
+
+
+@dataclass(slots=True)
+class _Part:
+    """One actor, and its process once it runs."""
+
+    name: str
+    handle: Any
+    process: Stamp | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.process and alive([self.process]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """What the actors run, and the bytes of a page of the model."""
+
+    gateway: Any
+    node: Any
+    worker: Any
+    page_bytes: int
+
+
+class Launched:
+    """A deployment on this machine. Made, started and stopped by one supervisor, on its main thread."""
+
+    def __init__(self, config: Config, model: Path, cache: Path, ray_dir: Path) -> None:
+        """`model` is a Hugging Face folder; `ray_dir` a short, empty folder, the caller's to remove.
+
+        `environment.prepare` must have run before this module was imported.
+        """
+        self._config = config
+        self._model = model
+        self._cache = cache
+        self._socket = ray_dir / "node.sock"
+        self._ray_dir = ray_dir
+        self._node: _Part | None = None
+        self._workers: list[_Part] = []
+        self._gateway: _Part | None = None
+        self.endpoint = ""
+        self.has_tokenizer = False
+
+    def start(self, progress: Progress, ray_started: Callable[[], None]) -> None:
+        """Start everything and wait until it is ready. Raises LaunchError; `stop` must follow in any case.
+
+        `ray_started` is called once Ray runs: it has replaced the process's signal handlers by then.
+        """
+        progress("starting Ray")
+        with ThreadPoolExecutor(1) as beside:
+            loading = beside.submit(_load_classes, self._model, self._config)
+            # On this thread, since Ray's daemons die with the thread that starts them.
+            _start_ray(self._config, self._ray_dir)
+            ray_started()
+            classes = loading.result()
+        self._start_actors(classes, progress)
+
+    def _start_actors(self, classes: _Classes, progress: Progress) -> None:
+        progress("loading the model")
+        self._workers = [self._new_worker(classes, number) for number in range(self._config.worker.count)]
+        self._node = self._new_node(classes)
+        self._gateway = self._new_gateway(classes)
+        answers = [(part, part.handle.info.remote()) for part in (self._node, *self._workers)]
+        node, *workers = [_await(part, ref, lambda: progress("loading the model")) for part, ref in answers]
+        progress("opening the gateway")
+        handles = [part.handle for part in self._workers]
+        listening = self._gateway.handle.start.remote(handles, [self._node.handle])
+        self.endpoint = _await(self._gateway, listening, lambda: progress("opening the gateway"))
+        status = _await(self._gateway, self._gateway.handle.status.remote(), lambda: None)
+        self.has_tokenizer = bool(status.model.tokenizer_digest)
+        pids = (node["pid"], *(worker.pid for worker in workers), status.gateway_pid)
+        for part, pid in zip((self._node, *self._workers, self._gateway), pids, strict=True):
+            part.process = (pid, psutil.Process(pid).create_time())
+
+    def died(self) -> list[str]:
+        """Parts that have died since the last call. Ray starts the cache node again; requests go on without it."""
+        parts = [part for part in (self._node, *self._workers, self._gateway) if part and part.process]
+        gone = [part for part in parts if not part.is_alive]
+        for part in gone:
+            part.process = None
+        return [part.name for part in gone]
+
+    def can_serve(self) -> bool:
+        """Whether the gateway and at least one worker live."""
+        return bool(self._gateway and self._gateway.is_alive and any(part.is_alive for part in self._workers))
+
+    def stop(self, progress: Progress) -> None:
+        """Stop from the gateway downwards, each part as far as it still lives, then Ray."""
+        if not ray.is_initialized():
+            return
+        for step, parts, limit_s in (
+            ("finishing requests", [self._gateway] if self.endpoint else [], FINISH_S),
+            ("stopping workers", self._workers, DRAIN_S),
+            ("saving pages to SSD", [self._node], DRAIN_S),
+        ):
+            progress(step)
+            _stop([part for part in parts if part], limit_s)
+        progress("stopping Ray")
+        ray.shutdown()
+
+    def _new_node(self, classes: _Classes) -> _Part:
+        tiers = self._config.tiers
+        l4_path = tiers.l4.path or str(self._cache / "l4" / self._config.name)
+        handle = classes.node.options(max_restarts=-1).remote(
+            node_id=_NODE_ID,
+            socket_path=str(self._socket),
+            payload_bytes=classes.page_bytes,
+            l3_bytes=tiers.l3.bytes,
+            l4_path=str(Path(l4_path).expanduser().absolute()),
+            l4_bytes=tiers.l4.bytes,
+            l4_store=tiers.l4.store,
+        )
+        return _Part(f"cache node {_NODE_ID}", handle)
+
+    def _new_worker(self, classes: _Classes, number: int) -> _Part:
+        config = self._config
+        name = f"worker-{number}"
+        handle = classes.worker.remote(
+            worker_id=name,
+            node_id=_NODE_ID,
+            socket_path=str(self._socket),
+            model_path=str(self._model),
+            tenants={tenant.name: tenant.salt for tenant in config.tenants},
+            dtype=config.model.dtype,
+            page_tokens=config.page_tokens,
+            l1_bytes=config.tiers.l1.bytes,
+            numerics=config.numerics,
+            forward=config.model.forward,
+            threads=worker_threads(config),
+            max_context=config.model.max_context,
+            max_batch_tokens=config.worker.max_batch_tokens,
+            max_sequences=config.worker.max_sequences,
+            max_waiting=config.worker.max_waiting,
+            load=config.cache.load,
+            load_deadline_ms=config.cache.load_deadline_ms,
+            epoch=config.cache.epoch,
+        )
+        return _Part(name, handle)
+
+    def _new_gateway(self, classes: _Classes) -> _Part:
+        config = self._config
+        name = config.model.name or Path(config.model.path).name
+        at_once = config.worker.max_sequences + config.worker.max_waiting
+        return _Part(
+            "gateway", classes.gateway.remote(str(self._model), name, config.grpc, config.tenants, at_once)
+        )
+
+
+def worker_threads(config: Config) -> int:
+    """Threads of each worker: as configured, else the physical cores we may use, shared out."""
+    if config.worker.threads:
+        return config.worker.threads
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    return max(1, cores // config.worker.count)
+
+
+def _start_ray(config: Config, folder: Path) -> None:
+    if config.ray.address != "local":
+        ray.init(address=config.ray.address, log_to_driver=False, configure_logging=False)
+        return
+    try:
+        ray.init(
+            address="local",
+            num_cpus=config.worker.count
+            + 2,  # Ray starts so many processes at once; actors themselves ask for none
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(folder),
+        )
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        raise LaunchError(f"Ray doesn't start: {_first_line(error)}") from error
+
+
+def _load_classes(model: Path, config: Config) -> _Classes:
+    """Import what runs in the actors, which takes torch and so takes seconds, and look at the model."""
+    from kvtier.cluster.gateway import Gateway
+    from kvtier.cluster.node import CacheNode
+    from kvtier.workers.actor import DecodeWorkerActor
+    from kvtier.workers.model import page_spec
+
+    try:
+        spec = page_spec(str(model), config.model.dtype, config.page_tokens)
+    except (ValueError, OSError) as error:
+        raise LaunchError(f"model {model}: {error}") from error
+    return _Classes(Gateway, CacheNode, DecodeWorkerActor, spec.nbytes)
+
+
+def _await(part: _Part, ref: Any, progress: Callable[[], None]) -> Any:
+    """The result of an actor's call; `progress` is called meanwhile. LaunchError names the part and why."""
+    while not ray.wait([ref], timeout=_POLL_S)[0]:
+        progress()
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise LaunchError(f"{part.name}: {_first_line(error.cause)}") from error
+    except RayActorError as error:
+        raise LaunchError(f"{part.name} died while it started: {_last_line(error)}") from error
+
+
+def _stop(parts: Sequence[_Part], limit_s: float) -> None:
+    refs = [part.handle.stop.remote(limit_s) for part in parts]
+    done = ray.wait(refs, num_returns=len(refs), timeout=limit_s + _STOP_EXTRA_S)[0] if refs else []
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            log.warning("a part did not stop cleanly: %s", _last_line(error))
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _last_line(error: object) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

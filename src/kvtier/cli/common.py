@@ -1,0 +1,188 @@
+"""What all verbs share: errors of one line, folders, tables, human units, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvtier.cluster.config import Config
+
+_PIPE_COLUMNS = 160  # nobody resizes a pipe, so tables get room there
+
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False)
+if not out.is_terminal and "COLUMNS" not in os.environ:
+    out.width = _PIPE_COLUMNS
+
+
+class CliError(Exception):
+    """Ends the command: one line on stderr that names what is wrong and the way out."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def state_dir() -> Path:
+    """Where a running deployment writes how to reach it: KVTIER_STATE, else the user's state folder."""
+    if own := os.environ.get("KVTIER_STATE"):
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser().absolute() / "kvtier"
+
+
+def print_json(value: Any) -> None:
+    """One object, on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
+) -> Table:
+    """A plain table; `right` names the columns of numbers."""
+    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_edge=False)
+    for column in columns:
+        grid.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def human_bytes(nbytes: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def human_count(number: int) -> str:
+    """1234567 -> 1,234,567."""
+    return f"{number:,}"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.0123 -> 12 ms, 75 -> 1m15s."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def share(part: float) -> str:
+    """0.123 -> 12.3 %."""
+    return f"{100 * part:.1f} %"
+
+
+def settings(file: Path | None, overrides: Sequence[str]) -> Config:
+    """The checked configuration; its library takes longer to import than most verbs run, so only these verbs do."""
+    from kvtier.cluster.config import ConfigError, load_config
+
+    try:
+        return load_config(file or default_config(), tuple(overrides))
+    except ConfigError as error:
+        raise CliError(str(error), 2) from error
+
+
+def default_config() -> Path:
+    """The local.yaml that comes with kvtier."""
+    from kvtier.cluster import leftovers
+
+    return Path(leftovers.__file__).with_name("local.yaml")
+
+
+class Steps:
+    """Shows how far long work is: a bar or a spinner on a terminal, a line per step elsewhere. Call it with each step.
+
+    Calls with the same step update it; `close` ends the last step, and the next call begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._step = ""
+
+    def __call__(self, step: str, done: int = 0, total: int | None = None) -> None:
+        if not err.is_terminal:
+            if step != self._step:
+                err.print(f"  {step} ...", soft_wrap=True)
+        else:
+            self._draw(step, done, total)
+        self._step = step
+
+    def close(self, *, failed: bool = False) -> None:
+        """Take the display down; what it showed last stays, as done unless it failed."""
+        if self._progress:
+            if not failed:
+                self._tick()
+            self._progress.stop()
+        self._progress, self._step = None, ""
+
+    def _draw(self, step: str, done: int, total: int | None) -> None:
+        if self._progress is None:
+            self._progress = _progress()
+            self._progress.start()
+        elif step == self._step:
+            self._progress.update(self._task, completed=done, total=total)
+            return
+        else:
+            self._tick()
+        self._task = self._progress.add_task(step, total=total, completed=done)
+
+    def _tick(self) -> None:
+        assert self._progress is not None
+        total = self._progress.tasks[-1].total or 1
+        self._progress.update(self._task, total=total, completed=total)
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=err,
+    )
+
+
+@contextmanager
+def steps() -> Iterator[Steps]:
+    """Progress on stderr for the duration of the block."""
+    shown = Steps()
+    try:
+        yield shown
+    except BaseException:
+        shown.close(failed=True)
+        raise
+    shown.close()
+
+
+def read_text(path: Path, what: str) -> str:
+    """A text file the user named."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"can't read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{what} {path} is no UTF-8 text: {error}") from error

@@ -1,0 +1,186 @@
+"""`kvtier generate`: one request, its text as it comes, or one JSON object."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.cli.client import Chunk, Client, completion
+from kvtier.cli.common import CliError, err, human_count, human_seconds, print_json, read_text
+from kvtier.cli.connection import EndpointOption, TlsOption, connected
+
+Prompt = str | list[int] | list[dict[str, str]]
+
+_SAMPLING = "Sampling"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(name="generate", no_args_is_help=True)(generate)
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue, or with --chat to answer; - reads stdin.")
+    ] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Token ids in place of text: 1,2,3.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is a user's message for the model's chat template.")
+    ] = False,
+    system: Annotated[Path | None, typer.Option(help="File with the system message; implies --chat.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="End after so many tokens; default: what the context leaves, at most 1,024."),
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; more is more varied.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Choose among the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that sum to P.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than P times the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes tokens seen before less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same tokens; default: a random one.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
+    ] = None,
+    stop_id: Annotated[
+        list[int] | None, typer.Option(help="Token id that ends the answer; may be given again.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end of sequence.")
+    ] = False,
+    logprobs: Annotated[
+        int, typer.Option(help="With --json: log probabilities of the K likeliest tokens.")
+    ] = 0,
+    n: Annotated[int, typer.Option("--n", "-n", help="So many answers to the same prompt.")] = 1,
+    tenant: Annotated[str, typer.Option(help="Whose cache is used; tenants never share pages.")] = "default",
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Neither read nor leave cached pages.")
+    ] = False,
+    worker: Annotated[
+        str, typer.Option(help="Id of the worker that takes the request first (`kvtier status`).")
+    ] = "",
+    request_id: Annotated[
+        str, typer.Option(help="Name it, for `kvtier explain`; default: the gateway makes one.")
+    ] = "",
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
+    endpoint: EndpointOption = "",
+    tls: TlsOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One object at the end in place of text.")] = False,
+) -> None:
+    """Generate text from a prompt, token by token.
+
+    \b
+    Examples:
+      kvtier generate 'Once upon a time' --max-tokens 40
+      kvtier generate --chat 'Why is the sky blue?' --system prompt.txt
+      kvtier generate --token-ids 1,2,3 --json
+      cat letter.txt | kvtier generate --chat - --temperature 0.7 --seed 1
+    """
+    asked = _prompt(prompt, token_ids, chat, system)
+    with connected(endpoint, tls) as client:
+        shows_ids = isinstance(asked, list) and not as_json and not _has_tokenizer(client)
+        chunks = client.generate(
+            asked,
+            tenant=tenant,
+            request_id=request_id,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or (),
+            stop_ids=stop_id or (),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            n=n,
+            no_cache=no_cache,
+            worker=worker,
+            timeout_s=timeout,
+        )
+        if as_json:
+            print_json(completion(chunks))
+            return
+        done = completion(printing(chunks, shows_ids) if n == 1 else chunks)
+    if n > 1:
+        for sequence in done["sequences"]:
+            print(f"[{sequence['index']}] {sequence['text'] or _spaced(sequence['token_ids'])}")
+    if err.is_terminal:
+        err.print(summary(done), style="dim", soft_wrap=True)
+
+
+def summary(done: dict[str, Any]) -> str:
+    """One line on where the prompt came from and how long things took."""
+    usage, timings = done["usage"], done["timings_ms"]
+    cached = [
+        f"{human_count(tokens)} from {tier}" for tier, tokens in usage["cached_tokens"].items() if tokens
+    ]
+    parts = ", ".join([*cached, f"{human_count(usage['computed_tokens'])} computed"])
+    tokens, decode_s = usage["completion_tokens"], timings["decode"] / 1e3
+    speed = f" ({(tokens - 1) / decode_s:.0f}/s)" if tokens > 1 and decode_s > 0 else ""
+    return (
+        f"{human_count(usage['prompt_tokens'])} prompt tokens: {parts} · first token in "
+        f"{human_seconds(timings['ttft'] / 1e3)} · {human_count(tokens)} tokens{speed} · {done['finish_reason']} · "
+        f"request {done['request_id']}"
+    )
+
+
+def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: Path | None) -> Prompt:
+    if (prompt is None) == (token_ids is None):
+        raise CliError("give one of PROMPT and --token-ids (see `kvtier generate --help`)", 2)
+    if token_ids is not None:
+        if chat or system:
+            raise CliError("--chat and --system go with a PROMPT of text, not with --token-ids", 2)
+        return _ids(token_ids)
+    assert prompt is not None
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not chat and system is None:
+        return text
+    messages = [{"role": "user", "content": text}]
+    if system:
+        messages.insert(0, {"role": "system", "content": read_text(system, "system message")})
+    return messages
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise CliError(
+            f"--token-ids takes whole numbers separated by commas, such as 1,2,3; got {text!r}", 2
+        ) from error
+
+
+def _has_tokenizer(client: Client) -> bool:
+    return bool(client.status().get("model", {}).get("tokenizer_digest"))
+
+
+def printing(chunks: Iterable[Chunk], shows_ids: bool = False) -> Iterator[Chunk]:
+    """The chunks, each printed on its way; a newline ends them, whole or not."""
+    begun = False
+    try:
+        for chunk in chunks:
+            begun = True
+            ids = "".join(f"{token} " for token in chunk.token_ids)
+            sys.stdout.write(ids if shows_ids else chunk.text)
+            sys.stdout.flush()
+            yield chunk
+    finally:
+        if begun:
+            print(flush=True)
+
+
+def _spaced(token_ids: list[int]) -> str:
+    return " ".join(str(token) for token in token_ids)

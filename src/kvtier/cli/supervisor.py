@@ -1,0 +1,213 @@
+"""The process that owns a deployment: starts it, waits for a signal or a failure, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from kvtier.cli.common import CliError, state_dir
+from kvtier.cli.state import Deployment, StateFolder, clean_up_after
+from kvtier.cluster.environment import prepare
+from kvtier.cluster.leftovers import Stamp, descendants, end, remove
+from kvtier.kernels.cpu.build import BuildError, load_library
+from kvtier.workers.model_store import ModelError, default_cache, resolve
+
+if TYPE_CHECKING:
+    from kvtier.cluster.config import Config
+    from kvtier.cluster.launch import Launched
+
+_WATCH_S = 1.0  # how often it looks whether all parts live
+
+
+def port_taken(host: str, port: int) -> str:
+    """Why nothing can listen there; "" when it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return f"can't listen on {host}:{port}: {error.strerror}"
+    return ""
+
+
+class View(Protocol):
+    """Who is told how it goes."""
+
+    def step(self, step: str, done: int = 0, total: int | None = None) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def ready(self, record: Deployment) -> None: ...
+
+    def ended(self, failed: bool) -> None: ...
+
+
+class Interrupted(Exception):
+    """A signal came while the deployment was starting."""
+
+
+class Supervisor:
+    """Runs one deployment from start to end in this process, and holds the state folder meanwhile.
+
+    The first SIGINT or SIGTERM stops it cleanly, in the middle of a start too; a second one kills all it has started.
+    Signal handlers run on the main thread, so all state here has one owner.
+    """
+
+    def __init__(self, config: Config, view: View) -> None:
+        self._config = config
+        self._view = view
+        self._folder = StateFolder(state_dir())
+        self._record = Deployment(
+            pid=os.getpid(),
+            created=psutil.Process().create_time(),
+            model=config.model.name or config.model.path,
+            config=config.model_dump(mode="json"),
+            tls_ca=config.grpc.tls.cert if config.grpc.tls else "",
+        )
+        self._launched: Launched | None = None
+        self._signals = 0
+        self._woken, self._waker = os.pipe()
+
+    def run(self) -> None:
+        """Start, wait, stop. CliError when it can't be started or can't serve; KeyboardInterrupt from an early signal."""
+        self._claim()
+        failed = True
+        try:
+            self._catch_signals()
+            self._start()
+            self._view.ready(self._record)
+            self._wait()
+            failed = False
+        except Interrupted as signalled:
+            raise KeyboardInterrupt from signalled
+        finally:
+            self._stop()
+            self._view.ended(failed)
+
+    def _claim(self) -> None:
+        """Take the state folder, and clean up after a supervisor that was killed."""
+        try:
+            if not self._folder.claim():
+                raise CliError(self._folder.already_running())
+        except OSError as error:
+            raise CliError(
+                f"can't use the state folder {self._folder.folder} ({error.strerror}); set KVTIER_STATE to another"
+            ) from error
+        if dead := self._folder.read():
+            found = ", ".join(clean_up_after(dead)) or "it had left nothing running"
+            self._view.notice(f"the deployment before this one was killed (pid {dead.pid}): {found}")
+        self._folder.write(self._record)
+
+    def _start(self) -> None:
+        if reason := port_taken(self._config.grpc.host, self._config.grpc.port):
+            raise CliError(f"{reason}; --set grpc.port=0 takes any free one")
+        try:
+            model = resolve(self._config.model.path, default_cache(), self._step)
+        except ModelError as error:
+            raise CliError(str(error)) from error
+        self._compile_kernels()
+        self._step("starting Ray")
+        self._record.ray_dir = tempfile.mkdtemp(
+            prefix="kvtier-", dir="/tmp"
+        )  # short: socket paths have a limit
+        self._folder.write(self._record)
+        prepare(os.environ)
+        from kvtier.cluster.launch import (
+            Launched,
+            LaunchError,
+        )  # Ray reads the environment when it is imported
+
+        try:
+            self._launched = Launched(self._config, model, default_cache(), Path(self._record.ray_dir))
+            self._launched.start(self._step, self._catch_signals)
+        except LaunchError as error:
+            raise CliError(self._with_logs(str(error))) from error
+        self._record.endpoint = self._launched.endpoint
+        self._record.has_tokenizer = self._launched.has_tokenizer
+        self._record.processes = descendants()
+        self._record.phase, self._record.step = "ready", ""
+        self._folder.write(self._record)
+
+    def _compile_kernels(self) -> None:
+        """Here rather than in the worker, because the first time takes long enough to be told."""
+        self._step("preparing the kernels for this CPU")
+        try:
+            load_library(default_cache())
+        except BuildError as error:
+            self._view.notice(f"{error}; plain torch serves instead, slower")
+
+    def _wait(self) -> None:
+        """Until a signal; CliError when nobody is left to serve."""
+        assert self._launched is not None
+        while not self._signals:
+            select.select([self._woken], [], [], _WATCH_S)
+            for name in self._launched.died():
+                self._view.notice(f"{name} died")
+                if not self._launched.can_serve():
+                    raise CliError(self._with_logs(f"{name} died, so everything was stopped"))
+
+    def _stop(self) -> None:
+        """Drain and end everything, whatever state it is in."""
+        self._record.phase = "stopping"
+        self._step("stopping")
+        started = self._started()
+        try:
+            if self._launched:
+                self._launched.stop(self._step)
+        finally:
+            end({*started, *descendants()})
+            self._leave()
+
+    def _kill(self) -> None:
+        end(self._started(), at_once=True)
+        self._leave()
+        os._exit(130)  # the interrupted stop is somewhere in Ray, which no longer exists
+
+    def _started(self) -> set[Stamp]:
+        """All processes of this deployment, those that have lost their parent too."""
+        return {*self._record.processes, *descendants()}
+
+    def _leave(self) -> None:
+        if self._record.ray_dir:
+            remove(Path(self._record.ray_dir))
+        self._folder.release()
+
+    def _step(self, step: str, done: int = 0, total: int | None = None) -> None:
+        if step != self._record.step:
+            self._record.step = step
+            self._record.processes = descendants()
+            self._folder.write(self._record)
+        self._view.step(step, done, total)
+        if self._signals and self._record.phase == "starting":
+            raise Interrupted
+
+    def _catch_signals(self) -> None:
+        """Once at first, and again when Ray has put its handlers in place: they end the process after an alarm."""
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._kill()
+        os.write(self._waker, b"!")
+
+    def _with_logs(self, sentence: str) -> str:
+        """Keep Ray's logs of a failure where they can be looked into: its session folder goes."""
+        kept = self._folder.folder / "logs"
+        remove(kept)
+        try:
+            shutil.copytree(Path(self._record.ray_dir) / "session_latest" / "logs", kept)
+        except (OSError, shutil.Error):
+            return sentence
+        return f"{sentence}; logs are in {kept}"

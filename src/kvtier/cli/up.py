@@ -1,0 +1,240 @@
+"""`kvtier up` and `down`: start a deployment, in the foreground or in a session of its own, and stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Annotated, Any, NoReturn
+
+import typer
+
+from kvtier.cli.common import (
+    CliError,
+    Steps,
+    default_config,
+    err,
+    human_seconds,
+    out,
+    settings,
+    state_dir,
+    steps,
+)
+from kvtier.cli.state import Deployment, StateFolder
+from kvtier.cli.supervisor import Supervisor
+from kvtier.cluster.leftovers import alive
+
+_POLL_S = 0.05
+_DOWN_WAIT_S = 120.0  # draining has limits of its own; this is past their sum
+_LOG_LINES = 15
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the config, such as tiers.l3.bytes=1GiB."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    app.command()(up)
+    app.command()(down)
+
+
+def up(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; default: the local.yaml that comes with kvtier.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+    overrides: SetOption = None,
+    notify_fd: Annotated[
+        int | None, typer.Option(hidden=True, help="Where a detached supervisor reports.")
+    ] = None,
+) -> None:
+    """Start the service: Ray, cache node, workers and gateway. Ctrl-C stops it cleanly.
+
+    \b
+    Examples:
+      kvtier up
+      kvtier up --detach
+      kvtier up cluster/local.yaml --set tiers.l3.bytes=2GiB --set grpc.port=0
+      kvtier up --set model.path=/models/my-llama
+    """
+    checked = settings(config, overrides or ())
+    if detach:
+        _detached(
+            [
+                str((config or default_config()).absolute()),
+                *(f"--set={override}" for override in overrides or ()),
+            ]
+        )
+    elif notify_fd is not None:
+        with os.fdopen(notify_fd, "w") as pipe:
+            Supervisor(checked, _Pipe(pipe)).run()
+    else:
+        Supervisor(checked, _Foreground()).run()
+
+
+def down() -> None:
+    """Stop the service that `kvtier up` has started.
+
+    Running requests end, pages that are not on SSD yet are saved (for at most 30 s), and nothing is left behind.
+
+    \b
+    Examples:
+      kvtier down
+    """
+    folder = StateFolder(state_dir())
+    if not folder.is_alive():
+        raise CliError("no deployment is running here (state folder: " + str(folder.folder) + ")")
+    with steps() as progress:
+        _stop_and_wait(folder, progress)
+    err.print("stopped")
+
+
+def _stop_and_wait(folder: StateFolder, progress: Steps) -> None:
+    record = folder.running()
+    if record is None:
+        raise CliError("the deployment is just starting or ending; try again in a moment")
+    os.kill(record.pid, signal.SIGTERM)
+    step = "asking it to stop"
+    deadline = time.monotonic() + _DOWN_WAIT_S
+    while folder.is_alive() or alive([(record.pid, record.created)]):
+        now = folder.read()
+        if now and now.phase == "stopping" and now.step:
+            step = now.step
+        progress(step)
+        if time.monotonic() > deadline:
+            raise CliError(
+                f"it is still stopping after {_DOWN_WAIT_S:.0f} s; see {folder.log}, or kill {record.pid}"
+            )
+        time.sleep(_POLL_S)
+
+
+class _Foreground:
+    """Tells the person at the terminal."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._began = time.monotonic()
+
+    def step(self, step: str, done: int = 0, total: int | None = None) -> None:
+        self._steps(step, done, total)
+
+    def notice(self, text: str) -> None:
+        err.print(text, style="yellow", soft_wrap=True)
+
+    def ready(self, record: Deployment) -> None:
+        self._steps.close()
+        _say_ready(record, time.monotonic() - self._began, "Ctrl-C stops it")
+
+    def ended(self, failed: bool) -> None:
+        self._steps.close(failed=failed)
+        if not failed:
+            err.print("stopped")
+
+
+class _Pipe:
+    """Tells the `kvtier up --detach` that waits for us, which may be gone."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._pipe = pipe
+
+    def step(self, step: str, done: int = 0, total: int | None = None) -> None:
+        self._tell(step=step, done=done, total=total)
+
+    def notice(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        self._tell(notice=text)
+
+    def ready(self, record: Deployment) -> None:
+        self._tell(ready=True)
+        self._close()
+
+    def ended(self, failed: bool) -> None:
+        self._close()
+
+    def _tell(self, **fields: Any) -> None:
+        try:
+            if not self._pipe.closed:
+                print(json.dumps(fields), file=self._pipe, flush=True)
+        except BrokenPipeError:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._pipe.close()
+        except BrokenPipeError:
+            pass
+
+
+def _detached(arguments: list[str]) -> None:
+    """Start a supervisor in a session of its own and wait until it is ready."""
+    folder = StateFolder(state_dir())
+    began = time.monotonic()
+    if folder.is_alive():
+        raise CliError(folder.already_running())
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "kvtier", "up", *arguments, "--notify-fd", str(writer)]
+    with folder.new_log() as log:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(writer,),
+        )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe, steps() as progress:
+            ready = _follow(pipe, progress)
+            if not ready:
+                _fail_with_log(child.wait(), folder.log)
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        raise
+    record = folder.running()
+    if record is None:
+        _fail_with_log(child.wait(), folder.log)
+    _say_ready(record, time.monotonic() - began, f"kvtier down stops it; its log is {folder.log}")
+
+
+def _follow(pipe: IO[str], progress: Steps) -> bool:
+    """Show what the supervisor reports until it is ready (True) or its end of the pipe closes."""
+    for line in pipe:
+        told = json.loads(line)
+        if told.get("ready"):
+            return True
+        if "notice" in told:
+            err.print(told["notice"], style="yellow", soft_wrap=True)
+        else:
+            progress(told["step"], told["done"], told["total"])
+    return False
+
+
+def _fail_with_log(code: int, log: Path) -> NoReturn:
+    """The supervisor's own sentence, and the last lines of its log where there is more than that."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    sentence = lines.pop().removeprefix("kvtier: ") if lines else f"the supervisor ended with code {code}"
+    for line in lines[-_LOG_LINES:]:
+        print(line, file=sys.stderr)
+    raise CliError(sentence)
+
+
+def _say_ready(record: Deployment, seconds: float, how_to_stop: str) -> None:
+    call = "--chat 'Why is the sky blue?'" if record.has_tokenizer else "--token-ids 1,2,3"
+    out.print(
+        f"ready in {human_seconds(seconds)}: {record.model} at {record.endpoint} (pid {record.pid}); {how_to_stop}\n"
+        f"  kvtier generate {call}",
+        soft_wrap=True,
+        markup=False,
+    )

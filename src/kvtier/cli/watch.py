@@ -1,0 +1,165 @@
+"""The verbs that look at a running deployment: `status`, `stats`, `explain`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kvtier.cli.common import human_bytes, human_count, out, print_json, share, table
+from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
+
+TIERS = ("L1", "L2", "L3", "L4", "remote")
+_PLACES = {"L1": "HBM", "L2": "peer", "L3": "host", "L4": "SSD", "remote": "other node"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    app.command()(status)
+    app.command()(stats)
+    app.command(no_args_is_help=True)(explain)
+
+
+def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOption = False) -> None:
+    """What is running: endpoint, model, nodes and workers.
+
+    \b
+    Examples:
+      kvtier status
+      kvtier status --json | jq -r .endpoint
+    """
+    with connected(endpoint, tls) as client:
+        now = client.status()
+    if as_json:
+        print_json(now)
+        return
+    model = now.get("model") or {}
+    out.print(
+        f"{now['endpoint']}  {model.get('name', '')} {model.get('dtype', '')}, {human_count(model.get('max_context', 0))} "
+        f"tokens of context, pages of {model.get('page_tokens', 0)} tokens ({human_bytes(model.get('page_bytes', 0))})"
+    )
+    rows = [("node", node["id"], "", str(node["pid"]), "", _health(node)) for node in now["nodes"]]
+    rows += [("worker", w["id"], w["node"], str(w["pid"]), w["role"], _health(w)) for w in now["workers"]]
+    out.print(table(None, ("what", "id", "node", "pid", "role", "health"), rows, right=("pid",)))
+    for node in now["nodes"]:
+        for note in node.get("notes", ()):
+            out.print(f"{node['id']}: {note}", style="yellow")
+
+
+def _health(row: dict[str, Any]) -> str:
+    return f"{row['health']}: {row['detail']}" if row.get("detail") else str(row["health"])
+
+
+def stats(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh until Ctrl-C; with --json one object a line.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
+    endpoint: EndpointOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Hits by tier, what moved between tiers, and how full they are.
+
+    \b
+    Examples:
+      kvtier stats
+      kvtier stats --watch
+      kvtier stats --json | jq .tiers.L3.hit_rate
+    """
+    with connected(endpoint, tls) as client:
+        if not watch:
+            now = client.stats()
+            print_json(now) if as_json else out.print(stats_view(now))
+            return
+        if as_json:
+            while True:
+                print(json.dumps(client.stats()), flush=True)
+                time.sleep(interval)
+        with Live(
+            stats_view(client.stats()), console=out, auto_refresh=False, screen=out.is_terminal
+        ) as live:
+            while True:
+                time.sleep(interval)
+                live.update(stats_view(client.stats()), refresh=True)
+
+
+def stats_view(now: dict[str, Any]) -> RenderableType:
+    """The tables of `kvtier stats`."""
+    tiers = {name: now["tiers"][name] for name in TIERS if name in now["tiers"]}
+    held = ("tier", "held in", "used", "of", "pages", "hit rate", "hit tokens", "looked up")
+    moved = ("tier", "promoted", "demoted", "evicted", "corrupt", "in", "out", "load p50", "p99")
+    prompt = now["prompt_tokens"]
+    totals = (
+        f"{human_count(now.get('requests', 0))} requests, {human_count(prompt)} prompt tokens: "
+        f"{human_count(now['cached_tokens'])} cached ({share(now['cached_tokens'] / prompt if prompt else 0)}), "
+        f"{human_count(now['computed_tokens'])} computed; {human_count(now['aborted_prompt_tokens'])} aborted; "
+        f"L1 pages are {share(now['page_fill'])} full"
+    )
+    return Group(
+        table(None, held, [_held(name, tier) for name, tier in tiers.items()], right=held[2:]),
+        Text(),
+        table(None, moved, [_moved(name, tier) for name, tier in tiers.items()], right=moved[1:]),
+        Text(),
+        Text(totals),
+    )
+
+
+def _held(name: str, tier: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        _PLACES[name],
+        human_bytes(tier["used_bytes"]),
+        human_bytes(tier["capacity_bytes"]),
+        human_count(tier["pages"]),
+        share(tier["hit_rate"]),
+        human_count(tier["hit_tokens"]),
+        human_count(tier["lookups_tokens"]),
+    )
+
+
+def _moved(name: str, tier: dict[str, Any]) -> tuple[str, ...]:
+    counts = (tier["promoted_pages"], tier["demoted_pages"], tier["evicted_pages"], tier["corrupt_pages"])
+    loads = (tier["load_ms_p50"], tier["load_ms_p99"])
+    return (
+        name,
+        *map(human_count, counts),
+        human_bytes(tier["bytes_in"]),
+        human_bytes(tier["bytes_out"]),
+        *(f"{load:.2f} ms" if load else "-" for load in loads),
+    )
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As `kvtier generate` says it.")],
+    endpoint: EndpointOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Where a request's prompt was found, and why the rest was not.
+
+    \b
+    Examples:
+      kvtier explain 4f1c9a
+    """
+    with connected(endpoint, tls) as client:
+        told = client.explain(request_id)
+    if as_json:
+        print_json(told)
+        return
+    out.print(
+        f"request {told['request_id']} of tenant {told['tenant']} on {told['worker']}: "
+        f"{human_count(told['prompt_tokens'])} prompt tokens, preempted {told['preemptions']} times"
+    )
+    rows = [
+        (f"{n['start']}-{n['end']}", human_count(n["end"] - n["start"]), n["tier"], n["reason"], n["detail"])
+        for n in told["notes"]
+    ]
+    out.print(
+        table(None, ("prompt", "tokens", "where", "reason", "detail"), rows, right=("prompt", "tokens"))
+    )

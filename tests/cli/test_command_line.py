@@ -1,0 +1,389 @@
+"""The command line without a deployment: help that teaches, one line per error, output as promised."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kvtier.cli import connection, main
+from kvtier.cli.client import Chunk, ClientError
+
+VERBS = [
+    *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"]),
+    *(["pages", verb] for verb in ("ls", "show", "pin", "unpin", "evict", "clear", "verify")),
+    *(["model", verb] for verb in ("pull", "ls")),
+]
+USAGE = {
+    "prompt_tokens": 40,
+    "completion_tokens": 2,
+    "computed_tokens": 8,
+    "cached_tokens": {"L1": 16, "L2": 0, "L3": 16, "L4": 0, "remote": 0},
+}
+TIMINGS = {"queue": 0.1, "load": 1.0, "prefill": 2.0, "ttft": 3.5, "decode": 10.0}
+TIER = {
+    "capacity_bytes": 2**20,
+    "used_bytes": 2**19,
+    "pages": 3,
+    "lookups_tokens": 40,
+    "hit_tokens": 16,
+    "hit_rate": 0.4,
+    "promoted_pages": 1,
+    "demoted_pages": 2,
+    "evicted_pages": 4,
+    "bytes_in": 5,
+    "bytes_out": 6,
+    "load_ms_p50": 1.5,
+    "load_ms_p99": 0.0,
+    "corrupt_pages": 0,
+}
+STATS = {
+    "tiers": {name: TIER for name in ("L1", "L2", "L3", "L4", "remote")},
+    "requests": 1,
+    "prompt_tokens": 40,
+    "computed_tokens": 8,
+    "cached_tokens": 32,
+    "aborted_prompt_tokens": 0,
+    "page_fill": 0.96,
+}
+PAGE = {
+    "key": "ab" * 32,
+    "tier": "L3",
+    "owner": "node-0",
+    "tenant": "default",
+    "root": "cd" * 32,
+    "parent": "ef" * 32,
+    "variant": "bf16",
+    "depth": 3,
+    "tokens": 16,
+    "nbytes": 368640,
+    "uses": 2,
+    "idle_s": 90.0,
+    "pinned": True,
+    "readers": 0,
+    "state": "sealed",
+}
+
+
+def _words(value: object) -> str | None:
+    return " ".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else None
+
+
+class FakeClient:
+    """Answers as a deployment would, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.outcomes = {"ACCEPTED": 1}
+        self.error: ClientError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, prompt: object, **options: Any) -> Iterator[Chunk]:
+        self.asked = {"prompt": prompt, **options}
+        if self.error:
+            raise self.error
+        first = {"request_id": "r1", "worker": "w0", "index": 0, "logprobs": [], "seed": 7}
+        yield Chunk(text="Hello", token_ids=[5], finish_reason=None, usage=None, timings_ms=None, **first)
+        yield Chunk(
+            text=" you", token_ids=[6], finish_reason="stop", usage=USAGE, timings_ms=TIMINGS, **first
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "endpoint": "127.0.0.1:1",
+            "model": {"name": "m", "tokenizer_digest": ""},
+            "nodes": [
+                {"id": "node-0", "pid": 1, "health": "healthy", "detail": "", "notes": ["L4 was rebuilt"]}
+            ],
+            "workers": [
+                {"id": "w0", "node": "node-0", "pid": 2, "role": "decode", "health": "dead", "detail": "gone"}
+            ],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        return STATS
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        notes = [
+            {"start": 0, "end": 32, "tier": "L1", "reason": "", "detail": ""},
+            {"start": 32, "end": 40, "tier": "computed", "reason": "never_stored", "detail": "nobody had it"},
+        ]
+        told = {"request_id": request_id, "tenant": "default", "worker": "w0", "prompt_tokens": 40}
+        return {**told, "preemptions": 0, "usage": USAGE, "notes": notes}
+
+    def pages_ls(self, **options: Any) -> list[dict[str, Any]]:
+        self.asked = options
+        return [PAGE]
+
+    def pages_show(self, key: str) -> list[dict[str, Any]]:
+        return [PAGE]
+
+    def _acted(self, keys: object = (), **options: Any) -> dict[str, Any]:
+        self.asked = {"keys": keys, **options}
+        result = {"key": PAGE["key"], "outcome": next(iter(self.outcomes)), "owners": {"node-0": "ACCEPTED"}}
+        return {"results": [result], "counts": self.outcomes}
+
+    pages_pin = pages_unpin = pages_evict = pages_clear = pages_verify = _acted
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeClient:
+    fake = FakeClient()
+    monkeypatch.setattr(connection, "connect", lambda endpoint, tls: fake)
+    monkeypatch.setenv("KVTIER_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("KVTIER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return fake
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `kvtier` with these arguments: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvtier", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return left.value.code, said.out, said.err
+
+    return call
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=_words)
+def test_help_of_every_verb_has_an_example_that_calls_it(run: Any, verb: list[str]) -> None:
+    code, out, _ = run(*verb, "--help")
+
+    assert code == 0
+    assert f"kvtier {' '.join(verb)}" in out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("group", [[], ["pages"], ["model"]])
+def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> None:
+    code, _, err = run(*group)
+
+    assert code == 2
+    assert "Commands:" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["bogus"], 2, "bogus"),
+        (["generate", "hi", "--bogus"], 2, "--bogus"),
+        (["generate", "hi", "--max-tokens", "many"], 2, "--max-tokens"),
+        (["generate", "--chat"], 2, "PROMPT"),
+        (["generate", "hi", "--token-ids", "1"], 2, "--token-ids"),
+        (["generate", "--token-ids", "1,x"], 2, "'1,x'"),
+        (["generate", "--token-ids", "1", "--chat"], 2, "--chat"),
+        (["generate", "hi", "--system", "/nowhere"], 1, "/nowhere"),
+        (["generate", "hi", "--tls", "/nowhere.pem"], 2, "/nowhere.pem"),
+        (["generate", "hi", "--tls", "a,b"], 2, "'a,b'"),
+        (["pages", "ls", "--tier", "L9"], 2, "L9"),
+        (["pages", "clear"], 2, "--all"),
+        (["stats"], 3, "kvtier up"),
+        (["down"], 1, "no deployment is running"),
+        (["up", "/nowhere.yaml"], 2, "/nowhere.yaml"),
+        (["up", "--set", "tiers.l3.bytes=lots"], 2, "tiers.l3.bytes"),
+        (["up", "--set", "page_tokens=12", "--detach"], 2, "12"),
+        (["doctor", "--set", "nope=1"], 2, "nope"),
+        (["model", "pull", "gpt-9"], 1, "gpt-9"),
+    ],
+    ids=_words,
+)
+def test_a_mistake_is_one_line_on_stderr_that_names_it(
+    run: Any, client: FakeClient, arguments: list[str], code: int, named: str
+) -> None:
+    got, out, err = run(*arguments)
+
+    assert (got, out) == (code, "")
+    assert err.startswith("kvtier: ") and err.count("\n") == 1 and named in err
+
+
+def test_text_streams_and_json_is_one_object(run: Any, client: FakeClient) -> None:
+    code, out, _ = run("generate", "hi", "--endpoint", "h:1")
+    assert (code, out) == (0, "Hello you\n")
+
+    code, out, _ = run("generate", "hi", "--endpoint", "h:1", "--json")
+
+    done = json.loads(out)
+    assert code == 0
+    assert (done["text"], done["token_ids"], done["finish_reason"]) == ("Hello you", [5, 6], "stop")
+    assert (done["usage"], done["timings_ms"], done["request_id"]) == (USAGE, TIMINGS, "r1")
+
+
+def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient) -> None:
+    options = (
+        "--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 4 --n 1"
+    )
+    more = "--repetition-penalty 1.1 --stop a --stop b --stop-id 9 --ignore-eos --logprobs 2 --tenant t --no-cache"
+    last = "--worker w0 --request-id mine --timeout 3"
+
+    run("generate", "hi", *options.split(), *more.split(), *last.split(), "--endpoint", "h:1", "--json")
+
+    assert client.asked == {
+        "prompt": "hi",
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 4,
+        "n": 1,
+        "repetition_penalty": 1.1,
+        "stop": ["a", "b"],
+        "stop_ids": [9],
+        "ignore_eos": True,
+        "logprobs": 2,
+        "tenant": "t",
+        "no_cache": True,
+        "worker": "w0",
+        "request_id": "mine",
+        "timeout_s": 3.0,
+    }
+
+
+def test_prompts_come_as_text_chat_ids_and_stdin(
+    run: Any, client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "system.txt"
+    system.write_text("Be brief.")
+    user = {"role": "user", "content": "hi"}
+
+    run("generate", "hi", "--chat", "--endpoint", "h:1")
+    assert client.asked["prompt"] == [user]
+    run("generate", "hi", "--system", str(system), "--endpoint", "h:1")
+    assert client.asked["prompt"] == [{"role": "system", "content": "Be brief."}, user]
+    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("from a pipe"))
+    run("generate", "-", "--endpoint", "h:1")
+    assert client.asked["prompt"] == "from a pipe"
+
+    code, out, _ = run("generate", "--token-ids", "1,2, 3", "--endpoint", "h:1")
+    assert client.asked["prompt"] == [1, 2, 3]
+    assert (code, out.split()) == (0, ["5", "6"])  # the model has no tokenizer, so ids come back
+
+
+def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient) -> None:
+    client.error = ClientError("temperature must be from 0 to 100, got -1.0", 2, "INVALID_ARGUMENT")
+
+    code, out, err = run("generate", "hi", "--temperature", "-1", "--endpoint", "h:1")
+
+    assert (code, out, err) == (2, "", "kvtier: temperature must be from 0 to 100, got -1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["stats"], ["L1", "remote", "512.0 KiB", "40.0 %", "1.50 ms", "32 cached (80.0 %)", "96.0 % full"]),
+        (["status"], ["127.0.0.1:1", "node-0", "dead: gone", "L4 was rebuilt"]),
+        (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it"]),
+        (["pages", "ls"], ["abababababababab", "360.0 KiB", "1m30s", "sealed, pinned"]),
+        (["pages", "show", "abab"], ["ab" * 32, "368640"]),
+        (["pages", "pin", "abab"], ["abababababababab", "node-0: ACCEPTED", "1 ACCEPTED"]),
+    ],
+    ids=_words,
+)
+def test_tables_say_it_in_human_units(
+    run: Any, client: FakeClient, arguments: list[str], shown: list[str]
+) -> None:
+    code, out, _ = run(*arguments, "--endpoint", "h:1")
+
+    assert code == 0
+    for part in shown:
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["stats"], STATS),
+        (["pages", "ls", "--tier", "L3", "--tenant", "default"], [PAGE]),
+        (["pages", "show", "abab"], [PAGE]),
+    ],
+    ids=_words,
+)
+def test_json_is_the_object_itself(run: Any, client: FakeClient, arguments: list[str], value: object) -> None:
+    code, out, _ = run(*arguments, "--json", "--endpoint", "h:1")
+
+    assert (code, json.loads(out)) == (0, value)
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "evict", "verify"])
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [("ACCEPTED", 0), ("DEFERRED", 0), ("REJECTED", 1), ("MISSING", 1), ("CLIPPED", 1)],
+)
+def test_an_action_on_pages_succeeds_only_if_it_was_done(
+    run: Any, client: FakeClient, verb: str, outcome: str, expected: int
+) -> None:
+    client.outcomes = {outcome: 1}
+
+    code, out, err = run("pages", verb, "abab", "--endpoint", "h:1")
+
+    assert code == expected
+    assert outcome in out
+    assert err.count("\n") == expected
+
+
+def test_evicting_names_pages_or_a_tier(run: Any, client: FakeClient) -> None:
+    run("pages", "evict", "--tier", "L1", "--endpoint", "h:1")
+    assert client.asked == {"keys": (), "tier": "L1"}
+    code, _, err = run("pages", "evict", "--endpoint", "h:1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--tier" in err
+
+
+def test_clearing_names_the_tenant_or_all(run: Any, client: FakeClient) -> None:
+    run("pages", "clear", "--tenant", "a", "--endpoint", "h:1")
+    assert client.asked["tenant"] == "a"
+    run("pages", "clear", "--all", "--endpoint", "h:1")
+    assert client.asked["tenant"] == ""
+
+
+def test_the_default_model_is_listed_first(run: Any, client: FakeClient) -> None:
+    code, out, _ = run("model", "ls", "--json")
+
+    first = json.loads(out)[0]
+    assert code == 0
+    assert (first["name"], first["path"]) == ("smollm2-135m-instruct", "")
+
+
+def test_doctor_checks_this_machine_and_says_what_fails(run: Any, client: FakeClient) -> None:
+    code, out, _ = run("doctor", "--set", "grpc.port=0", "--json")
+    report = json.loads(out)
+    assert (code, report["ok"]) == (0, True)
+    assert {"python", "torch", "memory", "direct I/O", "port", "model"} <= {
+        c["name"] for c in report["checks"]
+    }
+
+    code, out, err = run("doctor", "--set", "grpc.port=0", "--set", "tiers.l3.bytes=900TiB")
+
+    assert (code, err) == (1, "kvtier: 1 checks failed: memory\n")
+    assert "smaller tiers" in out
+
+
+def test_a_reader_that_leaves_early_sees_no_complaint(tmp_path: Path) -> None:
+    code = "import sys; from kvtier.cli import main; sys.argv = ['kvtier', 'generate', '--help']; main()"
+    writer = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.close()
+
+    with writer.stderr:
+        assert writer.stderr.read() == ""
+    assert writer.wait() != 0

@@ -1,0 +1,335 @@
+"""A deployment by its command line: it serves, answers for what it did, and leaves nothing behind.
+
+Real processes: `kvtier up` starts Ray, a cache node, a worker with a tiny random model, and the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvtier.workers.model_store import default_cache
+
+PROMPT = [(7 * i + 3) % 500 for i in range(100)]
+DEADLINE_S = 120.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Shell:
+    """Runs `kvtier` with a state and a cache folder of its own."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.state = folder / "state"
+        self._share_compiled_kernels(folder / "cache")
+        self.environment = {
+            **os.environ,
+            "KVTIER_STATE": str(self.state),
+            "KVTIER_CACHE": str(folder / "cache"),
+            "COLUMNS": "120",
+        }
+        sets = {
+            "model.path": model,
+            "model.dtype": "float32",
+            "grpc.port": 0,
+            "tiers.l1.bytes": "4MiB",
+            "tiers.l3.bytes": "8MiB",
+            "tiers.l4.bytes": "32MiB",
+            "worker.threads": 1,
+            "worker.max_batch_tokens": 128,
+        }
+        self.up_arguments = ["up", *(f"--set={key}={value}" for key, value in sets.items())]
+
+    @staticmethod
+    def _share_compiled_kernels(cache: Path) -> None:
+        compiled = default_cache() / "kernels"
+        compiled.mkdir(parents=True, exist_ok=True)
+        cache.mkdir()
+        (cache / "kernels").symlink_to(compiled)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A `kvtier` that runs beside us."""
+        command = [sys.executable, "-m", "kvtier", *arguments]
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """Run to the end; stdout, or stderr when it is to fail with `code`."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == code, f"{arguments}: code {process.returncode}\n{out}\n{err}"
+        return err if code else out
+
+    def json(self, *arguments: str) -> Any:
+        """What it prints with --json."""
+        return json.loads(self(*arguments, "--json"))
+
+    def generate(self, token_ids: list[int], *arguments: str) -> dict[str, Any]:
+        """A completion of token ids, checked against the law of a request's numbers."""
+        ids = ",".join(map(str, token_ids))
+        done: dict[str, Any] = self.json("generate", "--token-ids", ids, "--max-tokens", "8", *arguments)
+        usage = done["usage"]
+        assert usage["prompt_tokens"] == len(token_ids)
+        assert sum(usage["cached_tokens"].values()) + usage["computed_tokens"] == usage["prompt_tokens"]
+        return done
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of this deployment: they inherit its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("KVTIER_STATE") == str(self.state)
+            except psutil.Error:
+                continue
+            if ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def check_nothing_left(self) -> None:
+        """No process, no Ray session, no record."""
+        assert self.processes() == []
+        assert not (self.state / "deployment.json").exists()
+        assert not list(Path("/tmp").glob(f"kvtier-{self.session}*")) if self.session else True
+
+    session = ""  # name of the Ray session's folder, from the record
+
+    def remember_session(self) -> None:
+        self.session = Path(json.loads((self.state / "deployment.json").read_text())["ray_dir"]).name
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Lines of stdout up to one that matches."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError(
+        f"no {pattern!r} in {lines}, stderr: {process.stderr.read() if process.stderr else ''}"
+    )
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Shell:
+    return Shell(tmp_path_factory.mktemp("deployment"), tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def said(shell: Shell) -> Iterator[str]:
+    """What `up --detach` said of the deployment that the tests share."""
+    yield shell(*shell.up_arguments, "--detach")
+    if (shell.state / "deployment.json").exists():
+        shell("down")
+
+
+@pytest.fixture
+def up(said: str, shell: Shell) -> Shell:
+    return shell
+
+
+def test_up_says_that_it_is_ready_and_how_to_call_it(said: str) -> None:
+    assert re.search(r"ready in .*: .* at 127\.0\.0\.1:\d+ \(pid \d+\)", said)
+    assert "kvtier generate --token-ids 1,2,3" in said
+    assert "kvtier down" in said
+
+
+def test_a_prompt_is_computed_once_and_found_after_that(up: Shell) -> None:
+    cold = up.generate(PROMPT)
+    warm = up.generate(PROMPT)
+
+    assert cold["usage"]["computed_tokens"] == len(PROMPT)
+    assert 96 <= warm["usage"]["cached_tokens"]["L1"] < len(PROMPT)  # full pages, never the last token
+    assert cold["token_ids"] == warm["token_ids"]
+    assert len(cold["token_ids"]) == cold["usage"]["completion_tokens"] == 8
+    assert cold["finish_reason"] == "length"
+    assert set(cold["usage"]["cached_tokens"]) == {"L1", "L2", "L3", "L4", "remote"}
+    assert set(cold["timings_ms"]) == {"queue", "load", "prefill", "ttft", "decode"}
+
+
+def test_without_cache_nothing_is_read_or_left(up: Shell) -> None:
+    fresh = [token + 1 for token in PROMPT]
+
+    first = up.generate(fresh, "--no-cache")
+    second = up.generate(fresh, "--no-cache", "--worker", "worker-0")
+
+    assert first["usage"]["computed_tokens"] == second["usage"]["computed_tokens"] == len(fresh)
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_token_ids_stream_as_text_too(up: Shell) -> None:
+    out = up("generate", "--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", "8")
+
+    assert [int(token) for token in out.split()] == up.generate(PROMPT)["token_ids"]
+
+
+def test_stats_add_up(up: Shell) -> None:
+    up.generate(PROMPT)
+    stats = up.json("stats")
+
+    hits = sum(tier["hit_tokens"] for tier in stats["tiers"].values())
+    assert hits + stats["computed_tokens"] == stats["prompt_tokens"]
+    assert hits == stats["cached_tokens"] > 0
+    for name, tier in stats["tiers"].items():
+        assert tier["used_bytes"] <= tier["capacity_bytes"], name
+        assert tier["corrupt_pages"] == 0
+    assert list(stats["tiers"]) == ["L1", "L2", "L3", "L4", "remote"]
+
+
+def test_status_names_processes_that_live(up: Shell) -> None:
+    status = up.json("status")
+
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", status["endpoint"])
+    [node], [worker] = status["nodes"], status["workers"]
+    assert psutil.pid_exists(node["pid"]) and psutil.pid_exists(worker["pid"])
+    assert (worker["node"], worker["role"], worker["health"]) == (node["id"], "decode", "healthy")
+
+
+def test_explain_covers_the_prompt(up: Shell) -> None:
+    up.generate(PROMPT, "--request-id", "asked-about")
+    told = up.json("explain", "asked-about")
+
+    assert told["notes"][0]["start"] == 0 and told["notes"][-1]["end"] == len(PROMPT)
+    assert up("explain", "never-asked", code=4).startswith("kvtier: ")
+
+
+def test_pages_are_listed_shown_pinned_evicted_verified_and_cleared(up: Shell) -> None:
+    up.generate(PROMPT)
+    key = up.json("pages", "ls", "--tier", "L1")[0]["key"]
+
+    assert {copy["key"] for copy in up.json("pages", "show", key[:12])} == {key}
+    up("pages", "pin", key)
+    assert any(copy["pinned"] for copy in up.json("pages", "show", key))
+    up("pages", "unpin", key)
+    up("pages", "verify")
+    up("pages", "clear", "--all")
+    assert up.json("pages", "ls") == []
+    assert up.generate(PROMPT)["usage"]["computed_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["generate", "--token-ids", "100000"], 2, "100000"),
+        (["generate", "--token-ids", "1", "--temperature=-1"], 2, "-1"),
+        (["generate", "--token-ids", "1", "--tenant", "nobody"], 2, "nobody"),
+        (["generate", "--token-ids", "1", "--worker", "worker-9"], 4, "worker-9"),
+        (["generate", "text, though there is no tokenizer"], 2, "tokenizer"),
+        (["pages", "show", "ffffffffffff"], 4, "ffffffffffff"),
+        (["status", "--endpoint", "127.0.0.1:1"], 3, "127.0.0.1:1"),
+    ],
+)
+def test_a_bad_request_is_one_line_that_names_it(
+    up: Shell, arguments: list[str], code: int, named: str
+) -> None:
+    err = up(*arguments, code=code)
+
+    assert err.startswith("kvtier: ") and err.count("\n") == 1 and named in err
+
+
+@pytest.mark.parametrize("how", [[], ["--detach"]])
+def test_a_second_up_says_that_one_runs(up: Shell, how: list[str]) -> None:
+    endpoint = up.json("status")["endpoint"]
+
+    err = up(*up.up_arguments, *how, code=1)
+
+    assert f"already running at {endpoint}" in err and err.count("\n") == 1
+    assert up.json("status")["endpoint"] == endpoint
+
+
+def test_requests_go_on_while_the_cache_node_is_dead_and_it_comes_back(up: Shell) -> None:
+    before = up.generate(PROMPT)
+    node = next(p for p in up.processes() if "CacheNode" in p.name() or "CacheNode" in " ".join(p.cmdline()))
+
+    node.kill()
+    during = up.generate(PROMPT)
+
+    assert during["token_ids"] == before["token_ids"]
+    wait_for(lambda: up.start("stats", "--json").wait() == 0, "the cache node to answer again")
+
+
+def test_down_leaves_nothing_and_the_next_up_finds_the_pages_on_disk(up: Shell) -> None:
+    up("pages", "clear", "--all")
+    before = up.generate(PROMPT)
+    up.remember_session()
+
+    up("down")
+
+    up.check_nothing_left()
+    assert "no deployment is running" in up("down", code=1)
+
+    foreground = up.start(*up.up_arguments)
+    read_until(foreground, "kvtier generate")
+    after = up.generate(PROMPT)
+    up.remember_session()
+    foreground.send_signal(signal.SIGINT)
+    assert foreground.wait(DEADLINE_S) == 0
+    foreground.communicate()
+
+    up.check_nothing_left()
+    assert after["token_ids"] == before["token_ids"]
+    assert after["usage"]["cached_tokens"]["L4"] >= 96 - 16  # all full pages but, at most, the last
+
+
+def test_what_a_killed_supervisor_leaves_is_cleaned_up_by_the_next(shell: Shell) -> None:
+    killed = shell.start(*shell.up_arguments)
+    read_until(killed, "kvtier generate")
+    shell.remember_session()
+    killed.kill()
+    killed.communicate()
+
+    err = shell("up", "--set=model.path=/nowhere", "--set=grpc.port=0", code=1)
+
+    assert f"was killed (pid {killed.pid})" in err
+    assert err.splitlines()[-1].startswith("kvtier: no model '/nowhere'")
+    wait_for(lambda: not shell.processes(), "its processes to end")
+    shell.check_nothing_left()
+
+
+def test_ctrl_c_in_the_middle_of_a_start_stops_it(shell: Shell) -> None:
+    starting = shell.start(*shell.up_arguments)
+    assert starting.stderr is not None
+    for line in starting.stderr:
+        if "starting Ray" in line:
+            break
+    wait_for(lambda: (shell.state / "deployment.json").exists(), "its record")
+    shell.remember_session()
+
+    starting.send_signal(signal.SIGINT)
+
+    assert starting.wait(DEADLINE_S) == 130
+    starting.communicate()
+    shell.check_nothing_left()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(shell: Shell) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        err = shell(*shell.up_arguments, f"--set=grpc.port={port}", "--detach", code=1)
+
+    assert f"127.0.0.1:{port}" in err.splitlines()[-1] and "grpc.port=0" in err.splitlines()[-1]
+    shell.check_nothing_left()

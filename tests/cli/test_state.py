@@ -1,0 +1,133 @@
+"""A state folder has one supervisor at a time, and what a dead one left is found and ended."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvtier.cli.state import Deployment, StateFolder, clean_up_after
+from kvtier.cluster import leftovers
+from kvtier.cluster.leftovers import alive, descendants, end
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from kvtier.cli.state import Deployment, StateFolder
+folder = StateFolder(Path(sys.argv[1]))
+assert folder.claim()
+folder.write(Deployment(pid=1, created=0.0, endpoint="127.0.0.1:7"))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Another process that has claimed `tmp_path`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_folder_has_one_supervisor(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    folder = StateFolder(tmp_path)
+
+    assert not folder.claim()
+    assert folder.is_alive()
+    assert "already running at 127.0.0.1:7 (pid 1)" in folder.already_running()
+
+
+def test_a_killed_supervisor_is_known_to_be_dead_and_its_record_is_still_there(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    folder = StateFolder(tmp_path)
+    holder.kill()
+    holder.wait()
+
+    assert not folder.is_alive()
+    assert folder.running() is None
+    assert folder.claim()
+    record = folder.read()
+    assert record is not None and record.endpoint == "127.0.0.1:7"
+    folder.release()
+    assert folder.read() is None
+
+
+def test_asking_whether_one_is_alive_never_makes_a_claim_fail(tmp_path: Path) -> None:
+    asking = f"import itertools\nfrom pathlib import Path\nfrom kvtier.cli.state import StateFolder\nf = StateFolder(Path({str(tmp_path)!r}))\nfor _ in range(20000): f.is_alive()\n"
+    StateFolder(tmp_path).claim()
+    asker = subprocess.Popen([sys.executable, "-c", asking])
+
+    claims = []
+    while asker.poll() is None and len(claims) < 200:
+        folder = StateFolder(tmp_path)
+        claims.append(folder.claim())
+        folder.release()
+    asker.kill()
+    asker.wait()
+
+    assert all(claims)
+
+
+def test_a_record_reads_back_as_written_and_only_for_its_owner(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    record = Deployment(pid=5, created=1.5, processes=[(7, 2.5)], config={"tenants": [{"salt": "secret"}]})
+
+    folder.write(record)
+
+    assert folder.read() == record
+    assert stat.S_IMODE((tmp_path / "deployment.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"pid": 1}', "not json", '{"processes": [[1]]}'])
+def test_a_damaged_record_reads_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deployment.json").write_text(text)
+
+    assert StateFolder(tmp_path).read() is None
+
+
+def test_what_a_dead_deployment_left_is_ended_and_removed(tmp_path: Path) -> None:
+    ray_dir = tmp_path / "ray"
+    (ray_dir / "session").mkdir(parents=True)
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stamps = [stamp for stamp in descendants() if stamp[0] == left.pid]
+
+    said = clean_up_after(Deployment(pid=1, created=0.0, ray_dir=str(ray_dir), processes=stamps))
+
+    assert said == ["ended 1 of its processes", "removed its Ray session"]
+    assert not psutil.pid_exists(left.pid)
+    assert not ray_dir.exists()
+
+
+def test_a_process_that_took_over_an_old_number_is_left_alone(tmp_path: Path) -> None:
+    created = psutil.Process().create_time()
+
+    assert [process.pid for process in alive([(os.getpid(), created)])] == [os.getpid()]
+    assert alive([(os.getpid(), created - 3600)]) == []
+    assert end([(os.getpid(), created - 3600)]) == 0
+
+
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_TERM_WAIT_S", 0.2)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert stubborn.stdout is not None
+    assert stubborn.stdout.readline() == "on\n"
+
+    with stubborn.stdout:
+        ended = end([(stubborn.pid, psutil.Process(stubborn.pid).create_time())])
+
+    assert ended == 1
+    assert not psutil.pid_exists(stubborn.pid)

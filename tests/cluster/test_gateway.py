@@ -1,0 +1,511 @@
+"""Generate over real gRPC on loopback: good requests, bad ones, clients that leave, workers that die."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gateway_kit import CONTEXT, EOS, VOCAB_SIZE, Served, eventually, make_byte_tokenizer, serving
+
+from kvtier.cli.client import Client, ClientError, completion, connect
+from kvtier.cluster.config import GrpcConfig
+from kvtier.proto import inference_pb2, inference_pb2_grpc
+from kvtier.workers.api import FinishReason, Output
+from kvtier.workers.model_text import Text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """The byte tokenizer."""
+    loaded = Text.load(make_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def shared(text: Text) -> Iterator[Served]:
+    """One gateway for tests that leave no trace: two workers, tenants default and acme."""
+    with serving(text, workers=2) as served:
+        yield served
+        assert eventually(lambda: served.core.in_flight == 0)
+        assert all(worker.sequences == 0 for worker in served.core.workers.values())
+
+
+@pytest.fixture
+def client(shared: Served) -> Iterator[Client]:
+    """A connection to it."""
+    with connect(shared.endpoint) as connected:
+        yield connected
+
+
+def raw(endpoint: str) -> tuple[grpc.Channel, Any]:
+    """A channel and its Inference stub."""
+    channel = grpc.insecure_channel(endpoint)
+    return channel, inference_pb2_grpc.InferenceStub(channel)
+
+
+# ---- what comes back ---------------------------------------------------------------------------------------------
+
+
+def test_text_goes_in_and_the_whole_completion_comes_back(client: Client) -> None:
+    result = completion(client.generate("h\N{LATIN SMALL LETTER E WITH ACUTE}llo ", max_tokens=14))
+
+    assert result["text"] == "h\N{LATIN SMALL LETTER E WITH ACUTE}llo " * 2
+    assert result["token_ids"] == list("h\N{LATIN SMALL LETTER E WITH ACUTE}llo ".encode() * 2)
+    assert result["finish_reason"] == "length"
+    assert result["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 14,
+        "computed_tokens": 4,
+        "cached_tokens": {"L1": 3, "L2": 0, "L3": 0, "L4": 0, "remote": 0},
+    }
+    assert result["timings_ms"] == {"queue": 1.0, "load": 2.0, "prefill": 3.0, "ttft": 6.0, "decode": 7.0}
+    assert result["worker"] in ("w0", "w1")
+    assert len(result["request_id"]) == 16
+
+
+def test_token_ids_are_taken_as_they_are(client: Client) -> None:
+    result = completion(client.generate([1, EOS + 40, 2], max_tokens=4))
+
+    assert result["token_ids"] == [1, EOS + 40, 2, 1]
+
+
+def test_a_chat_is_rendered_and_ends_at_the_models_end_of_sequence(client: Client) -> None:
+    result = completion(client.generate([{"role": "user", "content": "hi"}], max_tokens=99))
+
+    assert result["text"] == "user\nhi"
+    assert result["token_ids"][-1] == EOS
+    assert result["finish_reason"] == "stop"
+
+
+def test_the_token_that_stops_is_delivered_without_its_text(client: Client) -> None:
+    result = completion(client.generate("abc", stop_ids=[ord("c")], max_tokens=99))
+
+    assert (result["text"], result["token_ids"], result["finish_reason"]) == ("ab", [*b"abc"], "stop")
+
+
+def test_sequences_interleave_and_the_prompt_counts_once(client: Client) -> None:
+    chunks = list(client.generate("abcd", n=3, max_tokens=5))
+
+    result = completion(chunks)
+    assert [sequence["text"] for sequence in result["sequences"]] == ["abcda"] * 3
+    assert result["usage"]["prompt_tokens"] == 4
+    assert result["usage"]["completion_tokens"] == 15
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_logprobs_come_with_their_tokens(client: Client) -> None:
+    result = completion(client.generate([5, 6], max_tokens=2, logprobs=2))
+
+    assert [one["logprob"] for one in result["logprobs"]] == [-0.5, -0.5]
+    assert result["logprobs"][1]["top"] == [{"id": 6, "logprob": -0.5}, {"id": 0, "logprob": -1.5}]
+
+
+def test_a_seed_is_kept_and_an_unset_one_is_chosen_and_told(shared: Served, client: Client) -> None:
+    given = completion(client.generate([1], max_tokens=1, seed=42))
+    chosen = [completion(client.generate([1], max_tokens=1))["seed"] for _ in range(2)]
+
+    submitted = [request.sampling.seed for worker in shared.workers for request in worker.submitted]
+    assert given["seed"] == 42
+    assert chosen[0] != chosen[1]
+    assert set(chosen) <= set(submitted)
+
+
+def test_unset_max_tokens_take_what_the_context_leaves(client: Client) -> None:
+    result = completion(client.generate([1] * 500))
+
+    assert len(result["token_ids"]) == CONTEXT - 500
+
+
+def test_the_worker_asked_for_gets_the_request_and_others_share(client: Client) -> None:
+    asked = {completion(client.generate([1], max_tokens=1, worker="w1"))["worker"] for _ in range(4)}
+    free = {completion(client.generate([1], max_tokens=1))["worker"] for _ in range(4)}
+
+    assert asked == {"w1"}
+    assert free == {"w0", "w1"}
+
+
+def test_cache_options_and_tenant_reach_the_worker(shared: Served, client: Client) -> None:
+    completion(client.generate([1], max_tokens=1, tenant="acme", no_cache=True, request_id="mine"))
+
+    [request] = [r for worker in shared.workers for r in worker.submitted if r.request_id == "mine"]
+    assert (request.tenant, request.use_cache) == ("acme", False)
+
+
+def test_a_model_without_tokenizer_serves_token_ids() -> None:
+    with serving(None) as served, connect(served.endpoint) as client:
+        result = completion(client.generate([1, 2, 3], max_tokens=4))
+
+        assert (result["text"], result["token_ids"]) == ("", [1, 2, 3, 1])
+        for prompt, options in (("text", {}), ([1], {"stop": ["x"]})):
+            with pytest.raises(ClientError, match="no tokenizer") as refused:
+                completion(client.generate(prompt, **options))
+            assert refused.value.status == "FAILED_PRECONDITION"
+
+
+# ---- stop strings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["STOP", "P d", "\N{SNOWMAN}"])
+def test_a_stop_string_across_chunks_ends_the_sequence_before_it(
+    shared: Served, client: Client, stop: str
+) -> None:
+    prompt = "abc STOP def \N{SNOWMAN}\N{SNOWMAN} "
+
+    result = completion(client.generate(prompt, stop=["never", stop], max_tokens=200))
+
+    assert result["text"] == prompt[: prompt.index(stop)]
+    assert result["finish_reason"] == "stop"
+    assert result["token_ids"] == list(prompt[: prompt.index(stop) + len(stop)].encode())
+    assert result["usage"]["completion_tokens"] == len(result["token_ids"])
+    assert result["timings_ms"]["decode"] == 7.0
+    assert any(result["request_id"] in worker.cancelled for worker in shared.workers)
+
+
+def test_text_that_may_begin_a_stop_is_held_back_until_it_does_not(client: Client) -> None:
+    chunks = list(client.generate("aSTOW", stop=["STOP"], max_tokens=5))
+
+    shown = ""
+    for chunk in chunks:
+        shown += chunk.text
+        assert shown in ("", "a", "aSTOW")
+    assert shown == "aSTOW"
+
+
+def test_the_end_of_a_sequence_gives_out_what_was_held_back(client: Client) -> None:
+    result = completion(client.generate("abcST", stop=["STOP"], max_tokens=5))
+
+    assert (result["text"], result["finish_reason"]) == ("abcST", "length")
+
+
+def test_no_stop_string_ends_a_sequence_before_min_tokens(client: Client) -> None:
+    result = completion(client.generate("abcd", stop=["b"], min_tokens=5, max_tokens=20))
+
+    assert result["text"] == "abcda"
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "status", "named"),
+    [
+        ("", {}, "INVALID_ARGUMENT", "prompt is empty"),
+        ([], {}, "INVALID_ARGUMENT", "prompt is empty"),
+        ([1, VOCAB_SIZE], {}, "INVALID_ARGUMENT", "token id 300 at position 1 of prompt .* 0 to 299"),
+        ([-7], {}, "INVALID_ARGUMENT", "token id -7"),
+        ([2**40], {}, "INVALID_ARGUMENT", "token id 1099511627776"),
+        ([1] * CONTEXT, {}, "INVALID_ARGUMENT", "prompt of 512 tokens .* 512"),
+        ("x" * 5000, {}, "INVALID_ARGUMENT", "prompt of 5000 tokens"),
+        ([1] * 500, {"max_tokens": 13}, "INVALID_ARGUMENT", "500 tokens and max_tokens 13 are 513 .* 512"),
+        ([1], {"max_tokens": 0}, "INVALID_ARGUMENT", "max_tokens must be at least 1, got 0"),
+        ([1], {"max_tokens": -3}, "INVALID_ARGUMENT", "got -3"),
+        ([1], {"min_tokens": 9, "max_tokens": 8}, "INVALID_ARGUMENT", "min_tokens .* got 9"),
+        ([1], {"temperature": -0.1}, "INVALID_ARGUMENT", r"temperature must be from 0 to 100, got -0\.1"),
+        ([1], {"temperature": float("nan")}, "INVALID_ARGUMENT", "temperature .* got nan"),
+        ([1], {"top_p": 0.0}, "INVALID_ARGUMENT", "top_p"),
+        ([1], {"top_k": -1}, "INVALID_ARGUMENT", "top_k"),
+        ([1], {"min_p": 1.5}, "INVALID_ARGUMENT", r"min_p .* got 1\.5"),
+        ([1], {"repetition_penalty": 0.0}, "INVALID_ARGUMENT", "repetition_penalty"),
+        ([1], {"logprobs": 21}, "INVALID_ARGUMENT", "logprobs must be from 0 to 20, got 21"),
+        ([1], {"n": 17}, "INVALID_ARGUMENT", "n must be from 1 to 16, got 17"),
+        ([1], {"seed": -1}, "INVALID_ARGUMENT", "seed"),
+        ([1], {"stop": [""]}, "INVALID_ARGUMENT", "stop string must not be empty"),
+        ([1], {"stop": ["x"] * 17}, "INVALID_ARGUMENT", "at most 16 strings, got 17"),
+        ([1], {"stop": ["x" * 1025]}, "INVALID_ARGUMENT", "at most 1024 bytes, got 1025"),
+        ([1], {"stop_ids": [999]}, "INVALID_ARGUMENT", "token id 999 at position 0 of stop_ids"),
+        ([1], {"stop_ids": [1] * 65}, "INVALID_ARGUMENT", "stop_ids must be at most 64, got 65"),
+        ([1], {"request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id must be at most 128"),
+        ([1], {"request_id": "a\nb"}, "INVALID_ARGUMENT", "printable"),
+        ([1], {"tenant": "nobody"}, "PERMISSION_DENIED", "unknown tenant 'nobody'"),
+        ([1], {"worker": "w9"}, "NOT_FOUND", "unknown worker 'w9': there are w0, w1"),
+        ([1], {"worker": "x" * 50_000}, "NOT_FOUND", "unknown worker 'xxx"),
+        ([{"role": "boss", "content": "x"}], {}, "INVALID_ARGUMENT", "role .* got 'boss'"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(
+    client: Client, prompt: Any, options: dict[str, Any], status: str, named: str
+) -> None:
+    with pytest.raises(ClientError, match=named) as refused:
+        completion(client.generate(prompt, **options))
+
+    assert refused.value.status == status
+    assert "\n" not in str(refused.value)
+
+
+def test_a_request_without_prompt_is_refused(shared: Served) -> None:
+    channel, stub = raw(shared.endpoint)
+
+    with channel, pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(inference_pb2.GenerateRequest()))
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "send one of text, token_ids or chat" in refused.value.details()
+
+
+def test_a_chat_for_a_model_without_template_is_refused(tmp_path: Path) -> None:
+    plain = Text.load(make_byte_tokenizer(tmp_path, template=""))
+
+    with (
+        serving(plain) as served,
+        connect(served.endpoint) as client,
+        pytest.raises(ClientError, match="no chat template") as refused,
+    ):
+        completion(client.generate([{"role": "user", "content": "hi"}]))
+
+    assert refused.value.status == "FAILED_PRECONDITION"
+
+
+def test_values_that_no_field_can_hold_are_the_clients_error(client: Client) -> None:
+    for options in ({"max_tokens": 2**40}, {"n": "many"}):
+        with pytest.raises(ClientError) as refused:
+            completion(client.generate([1], **options))  # type: ignore[arg-type]
+        assert refused.value.exit_code == 2
+
+
+def test_an_oversized_message_is_refused_and_the_next_one_is_served(text: Text) -> None:
+    config = GrpcConfig(port=0, max_message_bytes=65536)
+    with serving(text, config=config) as served, connect(served.endpoint) as client:
+        with pytest.raises(ClientError, match="larger than max") as refused:
+            completion(client.generate("x" * 70_000))
+
+        assert refused.value.status == "RESOURCE_EXHAUSTED"
+        assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
+
+
+def test_garbage_on_the_port_harms_nobody(shared: Served, client: Client) -> None:
+    host, port = shared.endpoint.split(":")
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for junk in (b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", preface + b"\xff" * 1000, bytes(range(256)) * 50):
+        # The server may hang up at any byte.
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(junk)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+
+    channel = grpc.insecure_channel(shared.endpoint)
+    call = channel.unary_stream("/kvtier.v1.Inference/Generate")
+    with channel, pytest.raises(grpc.RpcError):
+        list(call(b"\xff\xff\xff no message of ours"))
+    assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_sequences_than_a_worker_takes_are_refused_until_some_end(text: Text) -> None:
+    with serving(text, is_manual=True, max_sequences=3) as served, connect(served.endpoint) as client:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1, 2], max_tokens=1, n=2))
+        assert eventually(lambda: served.core.in_flight == 1)
+
+        with pytest.raises(ClientError, match="2 sequences in flight, at most 3") as refused:
+            completion(client.generate([1], n=2))
+        served.call(served.workers[0].step)
+        list(call)
+
+        assert refused.value.status == "RESOURCE_EXHAUSTED"
+        later = stub.Generate(_request([1], max_tokens=1, n=3))
+        assert eventually(lambda: served.core.in_flight == 1)
+        served.call(served.workers[0].step)
+        assert len(list(later)) == 3
+        channel.close()
+
+
+def test_a_workers_full_queue_is_told_and_leaves_nothing(text: Text) -> None:
+    with serving(text, max_waiting=0) as served, connect(served.endpoint) as client:
+        with pytest.raises(ClientError, match="at most 0 are taken") as refused:
+            completion(client.generate([1]))
+
+        assert refused.value.status == "RESOURCE_EXHAUSTED"
+        assert served.core.in_flight == 0
+
+
+def test_a_request_id_in_flight_is_taken_until_its_request_has_ended(text: Text) -> None:
+    with serving(text, is_manual=True) as served, connect(served.endpoint) as client:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1], max_tokens=1, request_id="same"))
+        assert eventually(lambda: served.core.in_flight == 1)
+
+        with pytest.raises(ClientError, match="'same' is in flight") as refused:
+            completion(client.generate([1], request_id="same"))
+        served.call(served.workers[0].step)
+        list(call)
+
+        assert refused.value.status == "ALREADY_EXISTS"
+        assert eventually(lambda: served.core.in_flight == 0)
+        again = stub.Generate(_request([1], max_tokens=1, request_id="same"))
+        assert eventually(lambda: served.core.in_flight == 1)
+        served.call(served.workers[0].step)
+        assert len(list(again)) == 1
+        channel.close()
+
+
+def test_a_client_that_takes_nothing_costs_no_more_than_its_tokens(text: Text) -> None:
+    """Chunks it doesn't take are joined: what waits for it is its tokens, not a queue of messages."""
+    with serving(text, is_manual=True) as served:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1, 2], max_tokens=400, logprobs=2, request_id="slow"))
+        assert eventually(lambda: served.core.in_flight == 1)
+
+        def all_steps_at_once() -> None:
+            for _ in range(400):
+                served.workers[0].step()
+
+        served.call(all_steps_at_once)
+        chunks = list(call)
+
+        assert len(chunks) < 10
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 400
+        assert sum(len(chunk.logprobs) for chunk in chunks) == 400
+        channel.close()
+
+
+def _request(ids: list[int], request_id: str = "", **sampling: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=ids),
+        sampling=inference_pb2.Sampling(**sampling),
+    )
+
+
+# ---- clients that leave, workers that die ----------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_has_its_request_cancelled(text: Text) -> None:
+    with serving(text, is_manual=True) as served:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1, 2], max_tokens=400, request_id="left"))
+        assert eventually(lambda: served.core.in_flight == 1)
+        served.call(served.workers[0].step)
+        next(call)
+
+        channel.close()
+
+        assert eventually(lambda: served.core.in_flight == 0)
+        assert served.workers[0].cancelled == ["left"]
+        assert served.core.workers["w0"].sequences == 0
+
+
+def test_a_deadline_cancels_the_request(text: Text) -> None:
+    with serving(text, is_manual=True) as served, connect(served.endpoint) as client:
+        with pytest.raises(ClientError) as late:
+            completion(client.generate([1], request_id="late", timeout_s=0.2))
+
+        assert late.value.status == "DEADLINE_EXCEEDED"
+        assert eventually(lambda: served.workers[0].cancelled == ["late"])
+        assert eventually(lambda: served.core.in_flight == 0)
+
+
+def test_closing_the_clients_iterator_cancels_the_request(text: Text) -> None:
+    with serving(text, is_manual=True) as served, connect(served.endpoint) as client:
+        chunks = client.generate([1, 2], request_id="closed", max_tokens=400)
+        step = served.loop.call_soon_threadsafe
+        timer = _every(step, served.workers[0].step, lambda: served.core.in_flight == 1)
+        next(chunks)
+        timer()
+
+        chunks.close()  # type: ignore[attr-defined]
+
+        assert eventually(lambda: served.workers[0].cancelled == ["closed"])
+
+
+def _every(post: Any, step: Any, when: Any) -> Any:
+    """Post one step as soon as it is due, from a thread; the result waits for that thread."""
+    import threading
+
+    def run() -> None:
+        assert eventually(when)
+        post(step)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread.join
+
+
+def test_a_dead_workers_requests_fail_and_others_go_on(text: Text) -> None:
+    with serving(text, workers=2, is_manual=True) as served, connect(served.endpoint) as client:
+        channel, stub = raw(served.endpoint)
+        lost = stub.Generate(_inference([1], "w0"))
+        kept = stub.Generate(_inference([1], "w1"))
+        assert eventually(lambda: served.core.in_flight == 2)
+
+        served.call(served.core.lose_worker, "w0", "its process ended")
+        served.call(served.workers[1].step)
+
+        with pytest.raises(grpc.RpcError) as failed:
+            list(lost)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "worker w0 went down: its process ended" in failed.value.details()
+        assert len(list(kept)) == 1
+        with pytest.raises(ClientError, match="worker w0 is down"):
+            completion(client.generate([1], worker="w0"))
+        health = {worker["id"]: worker["health"] for worker in client.status()["workers"]}
+        assert health == {"w0": "dead", "w1": "healthy"}
+        channel.close()
+
+
+def _inference(ids: list[int], worker: str) -> inference_pb2.GenerateRequest:
+    request = _request(ids, max_tokens=1)
+    request.worker = worker
+    return request
+
+
+def test_a_workers_error_reaches_its_client(text: Text) -> None:
+    with serving(text, is_manual=True) as served:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1], request_id="bad"))
+        assert eventually(lambda: served.core.in_flight == 1)
+        error = Output("bad", 0, (), finish_reason=FinishReason.ERROR, error="the output was not a number")
+
+        served.call(served.core.on_outputs, "w0", [error])
+
+        with pytest.raises(grpc.RpcError, match="not a number") as failed:
+            list(call)
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        assert eventually(lambda: served.core.in_flight == 0)
+        channel.close()
+
+
+def test_late_outputs_of_unknown_requests_are_dropped(shared: Served, client: Client) -> None:
+    shared.call(shared.core.on_outputs, "w0", [Output("never heard of", 0, (1,))])
+
+    assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
+
+
+def test_stopping_refuses_new_requests_and_finishes_those_in_flight(text: Text) -> None:
+    with serving(text, is_manual=True) as served, connect(served.endpoint) as client:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1], max_tokens=1))
+        assert eventually(lambda: served.core.in_flight == 1)
+
+        served.call(served.core.stop)
+        with pytest.raises(ClientError, match="shutting down") as refused:
+            completion(client.generate([1]))
+        served.call(served.workers[0].step)
+
+        assert refused.value.status == "UNAVAILABLE"
+        assert len(list(call)) == 1
+        channel.close()
+
+
+def test_requests_past_the_grace_are_cancelled_at_their_worker(text: Text) -> None:
+    with serving(text, is_manual=True) as served:
+        channel, stub = raw(served.endpoint)
+        call = stub.Generate(_request([1], request_id="long"))
+        assert eventually(lambda: served.core.in_flight == 1)
+
+        served.call(served.server.stop, 0.1)
+        served.call(served.core.settle)
+
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert served.workers[0].cancelled == ["long"]
+        assert served.core.in_flight == 0
+        channel.close()

@@ -1,0 +1,184 @@
+"""The connection that brings a worker's outputs to the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from gateway_kit import eventually
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.cluster.gateway_outputs import OutputReceiver
+from kvtier.workers.api import FinishReason, Output, Timings, TokenLogprobs, Usage
+from kvtier.workers.outputs import FrameReader, OutputSender, pack_frame
+
+WHOLE = Output(
+    request_id="r",
+    index=1,
+    token_ids=(1, 2),
+    logprobs=(TokenLogprobs(-0.5, ((1, -0.5), (7, -2.5))),),
+    finish_reason=FinishReason.STOP,
+    usage=Usage(10, 2, 4, {"L1": 6}),
+    timings=Timings(1.0, 2.0, 3.0, 4.0, 5.0),
+    error="none",
+)
+
+
+class Listening:
+    """A receiver on a loop of its own, and what it was told."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, list[Output]]] = []
+        self.lost: list[tuple[str, str]] = []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+
+    async def _start(self) -> None:
+        self.receiver = OutputReceiver(
+            ["w0", "w1"],
+            lambda worker_id, outputs: self.taken.append((worker_id, outputs)),
+            lambda worker_id, reason: self.lost.append((worker_id, reason)),
+        )
+        self.address = await self.receiver.start("127.0.0.1")
+
+    async def _close(self) -> None:
+        self.receiver.close()
+        for _ in range(3):  # transports close their sockets in the loop's next turns
+            await asyncio.sleep(0)
+
+    def connect(self, worker_id: str, secret: bytes | None = None) -> OutputSender:
+        return OutputSender.connect(self.address, secret or self.receiver.secret, worker_id)
+
+    def wait_complete(self, timeout_s: float) -> None:
+        waiting = asyncio.run_coroutine_threadsafe(self.receiver.wait_complete(timeout_s), self.loop)
+        waiting.result(10)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    """A receiver that expects w0 and w1."""
+    made = Listening()
+    yield made
+    made.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(10)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_outputs_arrive_whole_and_in_order(listening: Listening) -> None:
+    sender = listening.connect("w0")
+
+    for number in range(500):
+        sender.send([WHOLE, Output("r", 0, (number,))])
+
+    assert eventually(lambda: len(listening.taken) == 500)
+    assert all(worker_id == "w0" and outputs[0] == WHOLE for worker_id, outputs in listening.taken)
+    assert [outputs[1].token_ids for _, outputs in listening.taken] == [(n,) for n in range(500)]
+    sender.close()
+
+
+def test_a_worker_whose_connection_ends_is_lost_and_another_is_not(listening: Listening) -> None:
+    first, second = listening.connect("w0"), listening.connect("w1")
+    listening.wait_complete(10.0)
+
+    first.close()
+
+    assert eventually(lambda: [worker_id for worker_id, _ in listening.lost] == ["w0"])
+    second.send([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 1)
+    second.close()
+
+
+def test_workers_that_do_not_connect_are_named(listening: Listening) -> None:
+    sender = listening.connect("w0")
+
+    with pytest.raises(TimeoutError, match="did not connect .*: w1$"):
+        listening.wait_complete(0.2)
+
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", pack_frame(b"no hello"), pack_frame(b"x" * 5000)],
+    ids=["http", "huge length", "no hello", "long hello"],
+)
+def test_junk_is_cut_off_and_nobody_is_lost(listening: Listening, junk: bytes) -> None:
+    host, port = listening.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(junk)
+
+        assert _is_closed(connection)
+    assert listening.lost == []
+
+
+def test_a_stranger_without_the_secret_and_a_second_of_the_same_name_are_cut_off(
+    listening: Listening,
+) -> None:
+    first = listening.connect("w0")
+    first.send([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 1)
+
+    for stranger in (
+        listening.connect("w1", b"wrong"),
+        listening.connect("w0"),
+        listening.connect("nobody"),
+    ):
+        assert _is_closed(stranger._socket)
+
+    first.send([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 2)
+    assert listening.lost == []
+    first.close()
+
+
+def test_sending_to_a_gateway_that_is_gone_raises() -> None:
+    listening = Listening()
+    sender = listening.connect("w0")
+    sender.send([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 1)
+    listening.close()
+
+    def send_fails() -> bool:
+        try:
+            sender.send([WHOLE])
+        except OSError:
+            return True
+        return False
+
+    assert eventually(send_fails)
+
+
+@settings(deadline=None)
+@given(bodies=st.lists(st.binary(max_size=20), max_size=5), cut=st.integers(1, 7))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(bodies: list[bytes], cut: int) -> None:
+    data = b"".join(map(pack_frame, bodies))
+    reader = FrameReader()
+
+    frames = [frame for at in range(0, len(data), cut) for frame in reader.feed(data[at : at + cut])]
+
+    assert frames == bodies
+
+
+def test_a_frame_longer_than_allowed_is_refused_before_it_is_held() -> None:
+    reader = FrameReader(max_bytes=10)
+
+    with pytest.raises(ValueError, match="frame of 11 bytes, at most 10"):
+        reader.feed(pack_frame(b"x" * 11)[:4])

@@ -1,0 +1,211 @@
+"""The port itself: binding, TLS, health, reflection, keep-alive."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from gateway_kit import Served, eventually, serving
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvtier.cli.client import ClientError, TLSFiles, completion, connect
+from kvtier.cluster.config import GrpcConfig, TLSConfig
+from kvtier.cluster.gateway_server import GatewayError
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+# ---- binding ---------------------------------------------------------------------------------------------------------
+
+
+def test_port_0_takes_a_free_port_and_names_it() -> None:
+    with serving() as served:
+        host, port = served.endpoint.split(":")
+
+        assert host == "127.0.0.1"
+        assert int(port) > 0
+        with connect(served.endpoint) as client:
+            assert client.status()["endpoint"] == served.endpoint
+
+
+def test_a_port_in_use_is_an_error_that_names_it_and_the_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        with (
+            pytest.raises(GatewayError, match=f"127.0.0.1:{port}: Address already in use; set grpc.port"),
+            serving(config=GrpcConfig(port=port)),
+        ):
+            pass
+
+
+def test_two_gateways_never_share_a_port() -> None:
+    with serving() as served:
+        port = int(served.endpoint.split(":")[1])
+
+        with (
+            pytest.raises(GatewayError, match="Address already in use"),
+            serving(config=GrpcConfig(port=port)),
+        ):
+            pass
+
+
+def test_a_wildcard_host_is_reached_over_loopback() -> None:
+    with serving(config=GrpcConfig(host="0.0.0.0", port=0)) as served:
+        assert served.endpoint.startswith("127.0.0.1:")
+        with connect(served.endpoint) as client:
+            assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """A certificate authority and what it signed, as PEM files."""
+
+    def __init__(self, folder: Path) -> None:
+        authority = trustme.CA()
+        self.ca = folder / "ca.pem"
+        authority.cert_pem.write_to_path(self.ca)
+        self.cert, self.key = self._issue(authority, folder, "127.0.0.1")
+        self.client_cert, self.client_key = self._issue(authority, folder, "client.test")
+
+    @staticmethod
+    def _issue(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path]:
+        issued = authority.issue_cert(name)
+        cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+        issued.private_key_pem.write_to_path(key)
+        for number, pem in enumerate(issued.cert_chain_pems):
+            pem.write_to_path(cert, append=number > 0)
+        return cert, key
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Fresh certificates."""
+    return Files(tmp_path_factory.mktemp("pem"))
+
+
+def test_with_tls_only_clients_that_trust_the_server_are_served(pem: Files) -> None:
+    tls = TLSConfig(cert=str(pem.cert), key=str(pem.key))
+    with serving(config=GrpcConfig(port=0, tls=tls)) as served:
+        with connect(served.endpoint, TLSFiles(ca=pem.ca)) as client:
+            assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
+
+        for wrong in (None, TLSFiles()):
+            with pytest.raises(ClientError, match="same TLS settings") as refused:
+                connect(served.endpoint, wrong, timeout_s=5.0)
+            assert refused.value.exit_code == 3
+
+
+def test_with_a_client_authority_only_clients_it_signed_are_served(pem: Files) -> None:
+    tls = TLSConfig(cert=str(pem.cert), key=str(pem.key), client_ca=str(pem.ca))
+    with serving(config=GrpcConfig(port=0, tls=tls)) as served:
+        ours = TLSFiles(ca=pem.ca, cert=pem.client_cert, key=pem.client_key)
+        with connect(served.endpoint, ours) as client:
+            assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
+
+        with pytest.raises(ClientError, match="nothing answers"):
+            connect(served.endpoint, TLSFiles(ca=pem.ca), timeout_s=5.0)
+
+
+def test_pem_files_that_do_not_fit_are_named_at_start(pem: Files, tmp_path: Path) -> None:
+    missing = tmp_path / "none.pem"
+    for cert, key, named in (
+        (missing, pem.key, f"grpc.tls.cert: can't read {missing}"),
+        (pem.cert, pem.client_key, "are no certificate and its key"),
+    ):
+        config = GrpcConfig(port=0, tls=TLSConfig(cert=str(cert), key=str(key)))
+        with pytest.raises(GatewayError, match=named), serving(config=config):
+            pass
+
+
+# ---- health and reflection -------------------------------------------------------------------------------------------
+
+
+def _health(served: Served, channel: grpc.Channel, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+    return int(reply.status)
+
+
+def test_health_follows_the_workers_and_watchers_are_told() -> None:
+    with serving(workers=2) as served, grpc.insecure_channel(served.endpoint) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="kvtier.v1.Inference")
+        )
+
+        assert next(watch).status == SERVING
+        served.call(served.core.lose_worker, "w0", "gone")
+        assert _health(served, channel, "") == SERVING
+        served.call(served.core.lose_worker, "w1", "gone")
+        assert next(watch).status == NOT_SERVING
+        for service in ("", "kvtier.v1.Inference", "kvtier.v1.Cache"):
+            assert eventually(lambda service=service: _health(served, channel, service) == NOT_SERVING)
+        watch.cancel()
+
+
+def test_health_of_an_unknown_service_is_not_found() -> None:
+    with serving() as served, grpc.insecure_channel(served.endpoint) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            _health(served, channel, "no.such.Service")
+
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_the_services() -> None:
+    with serving() as served, grpc.insecure_channel(served.endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+
+        [reply] = stub.ServerReflectionInfo(iter([request]), timeout=10)
+
+        names = {service.name for service in reply.list_services_response.service}
+        assert {"kvtier.v1.Inference", "kvtier.v1.Cache", "grpc.health.v1.Health"} <= names
+
+
+# ---- keep-alive ------------------------------------------------------------------------------------------------------
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS, _PING, _GOAWAY, _ACK = 4, 6, 7, 1
+
+
+def _frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", 0) + payload
+
+
+def _read_frame(connection: socket.socket) -> tuple[int, int]:
+    """Type and flags of the next HTTP/2 frame."""
+    head = connection.recv(9, socket.MSG_WAITALL)
+    length = int.from_bytes(head[:3], "big")
+    if length:
+        connection.recv(length, socket.MSG_WAITALL)
+    return head[3], head[4]
+
+
+def test_a_client_may_ping_as_often_as_it_likes() -> None:
+    """By default gRPC answers the third ping of a silent connection with GOAWAY, which would end long decodes."""
+    with serving() as served:
+        host, port = served.endpoint.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(_PREFACE + _frame(_SETTINGS))
+
+            answered = 0
+            for _ in range(20):
+                connection.sendall(_frame(_PING, b"12345678"))
+                while True:
+                    kind, flags = _read_frame(connection)
+                    assert kind != _GOAWAY
+                    if kind == _PING and flags & _ACK:
+                        answered += 1
+                        break
+
+        assert answered == 20

@@ -1,0 +1,35 @@
+"""Fixtures that several folders of tests share: small models made on the spot, and the real demo model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Two cores: the tests' own torch must not spin threads against the services they start.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers such as tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama (float32, no tokenizer)."""
+    from tiny_models import make_tiny_llama
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    make_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct, pulled once into the user's cache as `kvtier model pull` does."""
+    from kvtier.workers.model_store import default_cache, pull
+
+    return pull("smollm2-135m-instruct", cache=default_cache())

@@ -1,0 +1,355 @@
+"""Helpers of the gateway's tests: a tokenizer of bytes, a worker that echoes, and a gateway served from a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.cluster.config import GrpcConfig
+from kvtier.cluster.gateway_cache import CacheVerbs, Node
+from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster.gateway_server import GatewayServer
+from kvtier.proto import inference_pb2
+from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.page import TierName
+from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
+from kvtier.workers.api import (
+    EngineRequest,
+    Explanation,
+    FinishReason,
+    Output,
+    PageNote,
+    QueueFull,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+)
+from kvtier.workers.model_text import Text, tokenizer_digest
+
+EOS, IM_START = 256, 257
+VOCAB_SIZE = 300  # 258 tokens of the tokenizer; the rest is padding, as real models have it
+CONTEXT = 512
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE) -> Path:
+    """A model folder's text files: token id b stands for byte b, 256 and 257 are special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {char: byte for byte, char in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>"), AddedToken("<|im_start|>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    wrapped.chat_template = template or None
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def echo_info(worker_id: str = "w0", digest: str = "") -> WorkerInfo:
+    """What an echoing worker says of itself."""
+    return WorkerInfo(
+        worker_id=worker_id,
+        node_id="n0",
+        pid=os.getpid(),
+        model_name="echo",
+        vocab_size=VOCAB_SIZE,
+        max_context=CONTEXT,
+        eos_ids=(EOS,),
+        dtype="float32",
+        page_tokens=4,
+        page_bytes=1024,
+        tokenizer_digest=digest,
+        root_fields={"model": "echo"},
+    )
+
+
+@dataclass
+class _Sequence:
+    request: EngineRequest
+    index: int
+    made: int = 0
+
+    def next_output(self, is_cancelled: bool) -> Output:
+        request, sampling = self.request, self.request.sampling
+        if is_cancelled:
+            return self._last((), FinishReason.CANCELLED)
+        token_id = request.token_ids[self.made % len(request.token_ids)]
+        self.made += 1
+        logprobs = (TokenLogprobs(-0.5, ((token_id, -0.5), (0, -1.5))[: sampling.logprobs]),)
+        is_end = token_id in sampling.stop_ids or (token_id == EOS and not sampling.ignore_eos)
+        if is_end and self.made >= sampling.min_tokens:
+            return self._last((token_id,), FinishReason.STOP, logprobs if sampling.logprobs else ())
+        if self.made == sampling.max_tokens:
+            return self._last((token_id,), FinishReason.LENGTH, logprobs if sampling.logprobs else ())
+        usage = self._usage() if self.made == 1 and self.index == 0 else None
+        return Output(
+            request.request_id, self.index, (token_id,), logprobs if sampling.logprobs else (), usage=usage
+        )
+
+    def _last(
+        self, ids: tuple[int, ...], reason: FinishReason, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> Output:
+        timings = Timings(queue=1.0, load=2.0, prefill=3.0, ttft=6.0, decode=7.0)
+        return Output(self.request.request_id, self.index, ids, logprobs, reason, self._usage(), timings)
+
+    def _usage(self) -> Usage:
+        prompt = len(self.request.token_ids)
+        return Usage(prompt, self.made, prompt - prompt // 2, {"L1": prompt // 2})
+
+
+@dataclass
+class EchoWorker:
+    """A worker whose model repeats the prompt: deterministic, one token per sequence and step.
+
+    Steps run by themselves while it has work, or only by `step()` when `is_manual`.
+    """
+
+    info: WorkerInfo
+    sink: Callable[[str, list[Output]], None] = lambda worker_id, outputs: None
+    is_manual: bool = False
+    max_waiting: int = 10_000
+    wrong: str | None = None
+    pages_held: dict[str, PageInfo] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    submitted: list[EngineRequest] = field(default_factory=list)
+    running: dict[str, list[_Sequence]] = field(default_factory=dict)
+    _cancelling: set[str] = field(default_factory=set)
+    _task: asyncio.Task[None] | None = None
+
+    async def submit(self, request: EngineRequest) -> None:
+        if len(self.running) >= self.max_waiting:
+            raise QueueFull(f"{self.max_waiting} requests are waiting, at most {self.max_waiting} are taken")
+        self.submitted.append(request)
+        self.running[request.request_id] = [_Sequence(request, index) for index in range(request.sampling.n)]
+        if not self.is_manual and (self._task is None or self._task.done()):
+            self._task = asyncio.ensure_future(self._run())
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self._cancelling.add(request_id)
+        if self.is_manual:
+            self.step()
+
+    async def _run(self) -> None:
+        while self.running:
+            self.step()
+            await asyncio.sleep(0)
+
+    def step(self) -> None:
+        """One token for every sequence."""
+        outputs = []
+        for request_id, sequences in list(self.running.items()):
+            is_cancelled = request_id in self._cancelling
+            made = [sequence.next_output(is_cancelled) for sequence in sequences]
+            alive = [s for s, output in zip(sequences, made, strict=True) if output.finish_reason is None]
+            self.running[request_id] = alive
+            if not alive:
+                del self.running[request_id]
+            outputs += made
+        self._cancelling &= self.running.keys()
+        self.sink(self.info.worker_id, outputs)
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        for request in self.submitted:
+            if request.request_id == request_id:
+                prompt = len(request.token_ids)
+                notes = (
+                    PageNote(0, prompt // 2, "L1"),
+                    PageNote(prompt // 2, prompt, "computed", "never_stored", "no tier has had it"),
+                )
+                usage = Usage(prompt, 1, prompt - prompt // 2, {"L1": prompt // 2})
+                return Explanation(
+                    request_id, request.tenant, self.info.worker_id, prompt, notes, usage, preemptions=1
+                )
+        return None
+
+    async def stats(self) -> Snapshot:
+        return Snapshot(
+            tiers={
+                TierName.HBM: TierCounters(
+                    capacity_bytes=100, used_bytes=40, pages=4, lookups_tokens=20, hit_tokens=5
+                )
+            },
+            totals=RequestTotals(requests=2, prompt_tokens=20, computed_tokens=15, cached_tokens=5),
+        )
+
+    async def pages(self, tenant: str | None, tier: TierName | None, limit: int) -> list[PageInfo]:
+        from kvtier.tier.identity import tenant_digest
+
+        wanted = None if tenant is None else tenant_digest(tenant).hex()
+        found = [
+            page
+            for page in self.pages_held.values()
+            if (wanted is None or page.tenant == wanted) and (tier is None or page.tier is tier)
+        ]
+        return found[:limit]
+
+    async def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        return self._each(keys)
+
+    async def unpin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        return self._each(keys)
+
+    async def evict(self, keys: list[bytes], tier: TierName | None) -> list[tuple[bytes, Outcome]]:
+        return [
+            (key, outcome)
+            for key, outcome in self._each(keys)
+            if tier is None or key.hex() not in self.pages_held or self.pages_held[key.hex()].tier is tier
+        ]
+
+    async def clear(self, tenant: str | None) -> list[tuple[bytes, Outcome]]:
+        return self._each([bytes.fromhex(page.key) for page in await self.pages(tenant, None, 10**9)])
+
+    async def verify(self, keys: list[bytes] | None) -> list[tuple[bytes, Outcome]]:
+        return self._each([bytes.fromhex(key) for key in self.pages_held] if keys is None else keys)
+
+    async def health(self) -> str | None:
+        return self.wrong
+
+    async def notes(self) -> list[str]:
+        return ["started fresh"]
+
+    def _each(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        return [(key, self._outcome(key.hex())) for key in keys]
+
+    def _outcome(self, key: str) -> Outcome:
+        page = self.pages_held.get(key)
+        if page is None:
+            return Outcome.MISSING
+        return Outcome.REJECTED if page.pinned else Outcome.ACCEPTED
+
+
+def page_info(
+    key: str, tier: TierName, owner: str, tenant: str, depth: int = 0, *, pinned: bool = False
+) -> PageInfo:
+    """One copy of a page."""
+    from kvtier.tier.identity import tenant_digest
+
+    return PageInfo(
+        key=key,
+        tier=tier,
+        owner=owner,
+        tenant=tenant_digest(tenant).hex(),
+        root="aa" * 32,
+        parent="bb" * 32,
+        variant="fp32",
+        depth=depth,
+        tokens=4,
+        nbytes=1024,
+        uses=3,
+        idle_s=1.5,
+        pinned=pinned,
+        readers=0,
+        state="sealed",
+    )
+
+
+class Served:
+    """A gateway that runs on an event loop in a thread of its own; `call` runs code there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.endpoint = ""
+        self.core: GatewayCore
+        self.server: GatewayServer
+        self.cache: CacheVerbs
+        self.workers: list[EchoWorker] = []
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's result, run on the gateway's loop."""
+
+        async def run() -> Any:
+            result = function(*arguments)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=30)
+
+    async def status(self) -> inference_pb2.StatusReply:
+        """A short status."""
+        return inference_pb2.StatusReply(
+            endpoint=self.endpoint,
+            model=inference_pb2.ModelStatus(name="echo", vocab_size=VOCAB_SIZE),
+            nodes=await self.cache.node_statuses(),
+            workers=await self.core.worker_statuses(),
+            in_flight=self.core.in_flight,
+        )
+
+
+@contextmanager
+def serving(
+    text: Text | None = None,
+    *,
+    config: GrpcConfig | None = None,
+    workers: int = 1,
+    nodes: list[EchoWorker] | None = None,
+    is_manual: bool = False,
+    max_sequences: int = 64,
+    max_waiting: int = 10_000,
+    tenants: dict[str, str] | None = None,
+) -> Iterator[Served]:
+    """Serve echoing workers over real gRPC on a free loopback port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    served = Served(loop)
+    digest = text.digest if text else ""
+    served.workers = [
+        EchoWorker(echo_info(f"w{number}", digest), is_manual=is_manual, max_waiting=max_waiting)
+        for number in range(workers)
+    ]
+
+    async def start() -> None:
+        names = tenants if tenants is not None else {"default": "", "acme": "salt"}
+        served.core = GatewayCore([(w.info, w) for w in served.workers], text, names, max_sequences)
+        for worker in served.workers:
+            worker.sink = served.core.on_outputs
+        held = [Node(node.info.node_id, node.info.pid, node) for node in nodes or []]
+        served.cache = CacheVerbs(served.core, held, names)
+        served.server = GatewayServer(
+            served.core, served.cache, served.status, config or GrpcConfig(port=0), workers * max_sequences
+        )
+        served.endpoint = await served.server.start()
+
+    try:
+        served.call(start)
+        try:
+            yield served
+        finally:
+            served.call(served.core.stop)
+            served.call(served.server.stop, 0.0)
+            served.call(served.core.settle)
+            served.core.close()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()
+
+
+def eventually(question: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether it becomes true before the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not question():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def folder_digest(folder: Path) -> str:
+    """The digest a worker would report for a model folder."""
+    return tokenizer_digest(folder)

@@ -1,0 +1,128 @@
+"""The demo model through a decode worker says, token for token, what transformers says: single, batched, hit and miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from worker_kit import Client, until
+
+from kvtier.tier.identity import tenant_salt
+from kvtier.workers.runner import Runner, load_runner
+from kvtier.workers.worker import DecodeWorker
+
+NEW_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):\n    ",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Once upon a time, in a village at the foot of a mountain,",
+    "Translate to German: Where is the railway station?",
+    "SELECT name, COUNT(*) FROM orders",
+    "The three laws of thermodynamics are",
+    "Q: What is the boiling point of water at sea level?\nA:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "<html>\n<head>\n<title>",
+    "Ingredients for a simple tomato soup:\n-",
+    "In 1969, the first human",
+    "Roses are red,\nviolets are blue,\n",
+    "import numpy as np\n\ndef softmax(x):\n",
+    "To be, or not to be, that is the question:",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "List five uses of a paperclip.\n1.",
+    "Der schnelle braune Fuchs springt",
+    "A cache keeps what was expensive to compute. " * 5 + "In summary,",
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    return [tokenizer(text)["input_ids"] for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers' own generate gives, prompt by prompt, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            whole = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            answers.append(whole[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module", params=["lean", "transformers"])
+def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]:
+    """A worker in float32, once with our fused forward and once with transformers' modules."""
+    runner: Runner = load_runner(
+        str(demo_model),
+        dtype="float32",
+        page_tokens=16,
+        l1_bytes=512 << 20,
+        numerics="auto",
+        forward=request.param,
+        threads=2,
+        max_context=2048,
+        max_batch_tokens=512,
+        epoch=0,
+    )
+    client = Client()
+    worker = DecodeWorker(
+        runner,
+        worker_id="w0",
+        node_id="n0",
+        socket_path=None,
+        tenants={"default": tenant_salt("default")},
+        sink=client.sink,
+        max_batch_tokens=512,
+        max_sequences=32,
+    )
+    client.worker = worker
+    worker.start()
+    yield client
+    until(worker.idle, "the worker is idle")
+    worker.check()
+    worker.stop()
+
+
+def test_greedy_tokens_equal_transformers_alone_and_in_a_batch_on_a_miss_and_on_a_hit(
+    client: Client, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    # transformers bans the end of sequence until min_new_tokens are there; so does min_tokens here.
+    options = {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS}
+
+    def together() -> list[list[int]]:
+        names = [client.send(prompt, **options) for prompt in prompts]
+        return [client.result(name).tokens for name in names]
+
+    batched_miss = together()
+    assert batched_miss == expected
+
+    batched_hit = together()
+    assert batched_hit == expected
+
+    client.worker.clear(None)
+    for prompt, tokens in zip(prompts[-6:], expected[-6:], strict=True):
+        alone = client.generate(prompt, **options)
+        assert alone.tokens == tokens
+        assert alone.usage.computed_tokens == len(prompt)
+        again = client.generate(prompt, **options)
+        assert again.tokens == tokens
+        assert again.cached["L1"] >= (len(prompt) - 1) // 16 * 16

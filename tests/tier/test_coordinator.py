@@ -1,0 +1,763 @@
+"""The coordinator against a world that distrusts it: golden stories first, then random lives under hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cache_world import (
+    FIELDS,
+    PAYLOAD_BYTES,
+    ROOT,
+    SLOT_BYTES,
+    SimWorker,
+    World,
+    chain_keys,
+    key_of,
+    tenant_of,
+)
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.tier.base import Outcome, SegmentAllocator
+from kvtier.tier.coordinator import Coordinator, Limits
+from kvtier.tier.events import (
+    Clear,
+    CommitCatalogue,
+    Disconnect,
+    Drain,
+    Evict,
+    FromWorker,
+    Pin,
+    Quiesce,
+    Send,
+    Unpin,
+    Verify,
+    WorkerRef,
+    WritePage,
+)
+from kvtier.tier.identity import root_key
+from kvtier.tier.messages import (
+    Granted,
+    Hello,
+    Loaded,
+    LoadFailed,
+    Refused,
+    ReturnSlots,
+    Stored,
+    StoredPage,
+    WantSlots,
+)
+from kvtier.tier.page import TierName
+
+TENANT = "ada"
+
+
+def world_with(path: str, *, num_slots: int = 8, ssd_slots: int = 32, **more: Any) -> tuple[World, SimWorker]:
+    """A world whose node holds a chain in L4, and in L3 as far as it fits."""
+    world = World(num_slots, ssd_slots, **more)
+    worker = world.connect()
+    stored = 0
+    while stored < len(path):
+        world.want(worker, len(path) - stored)
+        world.finish_all()
+        stored += world.store(worker, TENANT, path[: stored + len(worker.grants)], first=stored)
+        world.finish_all()
+    return world, worker
+
+
+def evict_all(world: World, path: str, tier: TierName) -> None:
+    world.ask(Evict, tuple(chain_keys(TENANT, path)), tier)
+
+
+# ---- stories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_page_is_found_and_written_through_to_l4() -> None:
+    world, worker = world_with("abc")
+
+    located = world.locate(worker, "r", TENANT, "abcd")
+
+    assert [p.index for p in located.host] == [0, 1, 2] and not located.loading
+    assert located.missing is not None and (located.missing.index, located.missing.reason) == (
+        3,
+        "never_stored",
+    )
+    assert world.catalogue.keys() == world.held(TierName.SSD) == world.held(TierName.HOST)
+
+
+def test_a_chain_of_fifty_pages_comes_up_through_two_free_slots() -> None:
+    path = "a" * 50
+    world, worker = world_with(path, num_slots=2, ssd_slots=64)
+
+    located = world.locate(worker, "r", TENANT, path)
+    got = [page.index for page in located.host]
+    while world.reads or worker.leases["r"]:
+        got += [page.index for page in worker.leases["r"].values()]
+        world.copied(worker, "r", list(worker.leases["r"]))
+        if world.reads:
+            world.finish_read()
+
+    assert len(located.host) + len(located.loading) == 50
+    assert set(got) == set(range(50))
+    assert world.node.is_idle
+
+
+def test_pages_come_up_while_every_slot_is_held_that_may_be() -> None:
+    world, worker = world_with("abcd", num_slots=8, ssd_slots=32)
+    evict_all(world, "abcd", TierName.HOST)
+    for i in range(8):
+        world.want(worker, 8)
+        world.finish_all()
+        world.store(worker, TENANT, "xy"[i % 2] + "z" * i, hold_for=f"preempted{i}")
+    assert not world.node.is_idle
+
+    world.locate(worker, "r", TENANT, "abcd")
+    world.settle()
+
+    assert worker.coming["r"] == set()
+
+
+def test_a_duplicate_frees_its_slot_and_the_hold_goes_to_the_copy_that_is_there() -> None:
+    world, worker = world_with("ab")
+    free_before = world.node.snapshot().tiers[TierName.HOST].used_bytes
+    world.want(worker, 2)
+
+    world.store(worker, TENANT, "ab", hold_for="r")
+
+    assert world.node.snapshot().tiers[TierName.HOST].used_bytes == free_before
+    for outcome in world.answers[world.ask(Evict, tuple(chain_keys(TENANT, "ab")), TierName.HOST)]:
+        assert outcome[1] is Outcome.DEFERRED
+    world.release(worker, "r")
+    assert world.held(TierName.HOST) == set()
+
+
+def test_held_pages_stay_in_l3_whatever_else_is_stored() -> None:
+    world = World(num_slots=8, ssd_slots=0)
+    worker = world.connect()
+    world.want(worker, 3)
+    world.store(worker, TENANT, "abc", hold_for="preempted")
+
+    for i in range(40):
+        world.want(worker, 4)
+        world.store(worker, TENANT, "x" * (i % 5 + 1) + "y" * i)
+
+    assert {(key, "bf16") for key in chain_keys(TENANT, "abc")} <= world.held(TierName.HOST)
+
+
+def test_a_corrupt_page_in_l4_ends_the_chain_and_is_dropped() -> None:
+    world, worker = world_with("abcd")
+    evict_all(world, "abcd", TierName.HOST)
+    world.locate(worker, "r", TENANT, "abcd")
+    worker.messages.clear()
+
+    assert [read.key for read in world.reads] == chain_keys(TENANT, "ab")  # two at a time in so small a tier
+    world.finish_read("corrupt", which=1)
+
+    (failed,) = [m for m in worker.messages if isinstance(m, LoadFailed)]
+    assert (failed.missing.index, failed.missing.reason) == (1, "corrupt")
+    world.settle()
+    assert world.node.snapshot().tiers[TierName.SSD].corrupt_pages == 1
+    assert [note for note in world.notes if "dropped from L4" in note] == world.notes
+    again = world.locate(worker, "r2", TENANT, "abcd")
+    assert again.missing is not None and (again.missing.index, again.missing.reason) == (1, "corrupt")
+
+
+def test_a_disk_that_fails_to_read_is_a_miss_for_all_that_wait() -> None:
+    world, worker = world_with("ab")
+    other = world.connect("w1")
+    evict_all(world, "ab", TierName.HOST)
+    world.locate(worker, "r", TENANT, "ab")
+    world.locate(other, "r", TENANT, "ab")
+    worker.messages.clear()
+    other.messages.clear()
+
+    world.finish_read("io")
+
+    for one in (worker, other):
+        (failed,) = [m for m in one.messages if isinstance(m, LoadFailed)]
+        assert (failed.missing.index, failed.missing.reason) == (0, "load_failed")
+    world.finish_all()
+    assert world.node.is_idle
+
+
+def test_two_requests_for_one_page_share_one_read() -> None:
+    world, worker = world_with("ab")
+    evict_all(world, "ab", TierName.HOST)
+
+    world.locate(worker, "r1", TENANT, "ab")
+    world.locate(worker, "r2", TENANT, "ab")
+
+    assert len(world.reads) == 2
+    worker.messages.clear()
+    world.finish_all()
+    loaded = [
+        (m.request_id, p.index, p.from_ssd) for m in worker.messages if isinstance(m, Loaded) for p in m.pages
+    ]
+    assert sorted(loaded) == [("r1", 0, True), ("r1", 1, True), ("r2", 0, True), ("r2", 1, True)]
+
+
+def test_a_page_stored_while_it_is_loaded_is_served_from_the_store() -> None:
+    world, worker = world_with("a")
+    evict_all(world, "a", TierName.HOST)
+    world.want(worker, 1)
+    world.locate(worker, "r", TENANT, "a")
+    worker.messages.clear()
+
+    world.store(worker, TENANT, "a")
+
+    assert worker.coming["r"] == set() and len(worker.leases["r"]) == 1
+    world.settle()
+    assert world.node.is_idle
+
+
+def test_a_load_slower_than_computing_is_not_made() -> None:
+    world, worker = world_with("abcd")
+    evict_all(world, "bcd", TierName.HOST)
+    evict_all(world, "abcd", TierName.HOST)
+    world.locate(worker, "r0", TENANT, "a")
+    world.settle()
+
+    located = world.locate(worker, "r", TENANT, "abcd", recompute_s=1e-9)
+
+    assert [page.index for page in located.host] == [0] and not located.loading
+    assert located.missing is not None and (located.missing.index, located.missing.reason) == (1, "costlier")
+    assert len(world.locate(worker, "r", TENANT, "abcd", recompute_s=10.0).loading) == 3
+
+
+def test_the_queue_ahead_counts_in_the_cost_of_a_load() -> None:
+    world, worker = world_with("a" * 8 + "b" * 8, num_slots=4, ssd_slots=64)
+    evict_all(world, "a" * 8 + "b" * 8, TierName.HOST)
+    page_s = PAYLOAD_BYTES / 1e9
+
+    alone = world.locate(worker, "r1", TENANT, "a" * 4, recompute_s=1.5 * page_s)
+    behind = world.locate(worker, "r2", TENANT, "a" * 8, recompute_s=1.5 * page_s)
+
+    assert alone.missing is None and len(alone.loading) == 4
+    assert behind.missing is None  # 4 ahead and 4 more: 8 pages in the time of 12
+    world.locate(worker, "r1", TENANT, "a" * 8 + "b" * 8)
+    late = world.locate(worker, "r3", TENANT, "a", recompute_s=1.5 * page_s)
+    assert late.missing is not None and late.missing.reason == "costlier"
+
+
+def test_releasing_the_tail_cancels_its_queued_loads_and_lets_running_ones_finish() -> None:
+    world, worker = world_with("abcdefgh", num_slots=8, ssd_slots=32)
+    evict_all(world, "abcdefgh", TierName.HOST)
+    world.locate(worker, "r", TENANT, "abcdefgh")
+    running = len(world.reads)
+
+    world.release(worker, "r", 1)
+    world.finish_all()
+
+    assert 0 < running < 8
+    assert len(world.held(TierName.HOST)) == running
+    assert worker.leases["r"].keys() == {0}
+    world.copied(worker, "r", [0])
+    assert world.node.is_idle
+
+
+def test_a_corrupt_copy_in_l3_is_never_served_again() -> None:
+    world, worker = world_with("ab")
+    world.locate(worker, "r", TENANT, "ab")
+    world.locate(worker, "r2", TENANT, "ab")
+
+    world.copied(worker, "r", [0, 1], corrupt=[1])
+
+    again = world.locate(worker, "r3", TENANT, "ab")
+    assert [p.index for p in again.host] == [0] and again.loading == [1]  # from L4, where it is whole
+    assert world.node.snapshot().tiers[TierName.HOST].corrupt_pages == 1
+    world.settle()
+    assert world.node.is_idle
+
+
+def test_the_write_to_l4_that_finds_a_corrupt_page_drops_it_from_l3() -> None:
+    world = World(num_slots=4, ssd_slots=8)
+    worker = world.connect()
+    world.want(worker, 1)
+    world.store(worker, TENANT, "a")
+
+    world.finish_write("corrupt")
+
+    located = world.locate(worker, "r", TENANT, "a")
+    assert located.missing is not None and located.missing.reason == "corrupt"
+    assert world.node.is_idle and world.held(TierName.HOST) == set()
+
+
+def test_a_failed_write_leaves_the_page_in_l3_and_drain_tries_once_more() -> None:
+    world = World(num_slots=4, ssd_slots=8)
+    worker = world.connect()
+    world.want(worker, 1)
+    world.store(worker, TENANT, "a")
+    world.finish_write("io")
+    assert world.held(TierName.SSD) == set() and world.node.is_idle
+
+    world.tell(Drain())
+    world.finish_all()
+
+    assert world.held(TierName.SSD) == world.held(TierName.HOST) != set()
+
+
+def test_clean_pages_leave_l3_before_dirty_ones_and_the_least_recent_first() -> None:
+    world, worker = world_with("abcd", num_slots=6, ssd_slots=32)
+    world.want(worker, 1)
+    world.store(worker, TENANT, "x")
+    world.now += 10
+    world.locate(worker, "r", TENANT, "ab")
+    world.copied(worker, "r", [0, 1])
+    world.finish_write("io")  # x stays dirty
+
+    world.want(worker, 2)
+    world.want(worker, 1)
+
+    left = world.held(TierName.HOST)
+    assert {(key, "bf16") for key in [*chain_keys(TENANT, "ab"), key_of(TENANT, "x")]} <= left
+
+
+def test_chains_leave_l4_from_their_tails() -> None:
+    world, worker = world_with("abcdef", num_slots=4, ssd_slots=6)
+
+    world.want(worker, 2)
+    world.store(worker, TENANT, "xy")
+    world.finish_all()
+
+    left = world.held(TierName.SSD)
+    assert {(key, "bf16") for key in chain_keys(TENANT, "abcd")} <= left
+    assert (key_of(TENANT, "abcdef"), "bf16") not in left
+
+
+def test_a_page_that_left_its_last_tier_is_explained() -> None:
+    world, worker = world_with("abcd", num_slots=4, ssd_slots=4)
+    world.now += 12.5
+    for tail in ("xyz", "xyzu", "xyzuv"):
+        world.want(worker, 2)
+        world.store(worker, TENANT, tail, first=len(tail) - 2)
+        world.finish_all()
+
+    located = world.locate(worker, "r", TENANT, "abcd")
+
+    assert located.missing is not None and located.missing.reason == "evicted"
+    assert "by lru, score = idle 12." in located.missing.detail and "2001-09-09T01:" in located.missing.detail
+
+
+def test_another_identity_is_named_by_the_field_that_differs_within_a_tenant_only() -> None:
+    world = World(num_slots=8, ssd_slots=8)
+    before = world.connect("w0", fields={"weights": "w", "epoch": "0"})
+    after = world.connect("w1", fields={"weights": "w", "epoch": "1"})
+    old, new = root_key({"weights": "w", "epoch": "0"}), root_key({"weights": "w", "epoch": "1"})
+    content = b"c" * 16
+    world.want(before, 1)
+    world.store(before, TENANT, "a", content=content, root=old)
+
+    same = world.locate(after, "r1", TENANT, "z", content=content, root=new)
+    other = world.locate(after, "r2", "eve", "z", content=content, root=new)
+
+    assert same.missing is not None and same.missing.reason == "identity_differs"
+    assert same.missing.detail.endswith("epoch is '1', stored with '0'")
+    assert other.missing is not None and other.missing.reason == "never_stored"
+    assert dict(world.saved_roots).keys() == {old, new}
+
+
+def test_a_dead_workers_slots_and_leases_come_back() -> None:
+    world, worker = world_with("abcd", num_slots=8)
+    world.want(worker, 2)
+    world.locate(worker, "r", TENANT, "abcd")
+    other = world.connect("w1")
+
+    world.die(worker)
+
+    evict_all(world, "abcd", TierName.HOST)
+    assert world.node.snapshot().tiers[TierName.HOST].used_bytes == 0
+    world.want(other, 8)
+    assert len(other.grants) == 4  # half of the slots may lie in stocks
+
+
+def test_a_fenced_incarnation_is_not_heard_but_keeps_its_slots_until_it_is_gone() -> None:
+    world = World(num_slots=8, ssd_slots=0)
+    old = world.connect("w0", "1")
+    world.want(old, 2)
+    new = world.connect("w0", "2")
+
+    world.store(old, TENANT, "ab")
+
+    assert world.held(TierName.HOST) == set()
+    assert world.node.snapshot().tiers[TierName.HOST].used_bytes == 2 * SLOT_BYTES
+    world.die(old)
+    assert world.node.snapshot().tiers[TierName.HOST].used_bytes == 0
+    world.want(new, 1)
+    assert world.store(new, TENANT, "a") == 1
+
+
+def test_a_grant_of_an_earlier_generation_stores_nothing() -> None:
+    world = World(num_slots=4, ssd_slots=0)
+    worker = world.connect()
+    world.want(worker, 1)
+    stale = worker.grants[0]
+    world.say(worker, ReturnSlots([worker.grants.pop()]))
+    world.want(worker, 1)
+    page = StoredPage(
+        stale, key_of(TENANT, "a"), "bf16", ROOT, ROOT, tenant_of(TENANT), 0, 16, b"c" * 16, b""
+    )
+
+    world.say(worker, Stored([page]))
+
+    assert worker.grants[0].slot == stale.slot and worker.grants[0] != stale
+    assert world.held(TierName.HOST) == set() and len(world.notes) == 1
+
+
+def test_a_worker_that_describes_impossible_pages_is_disconnected() -> None:
+    node = Coordinator(node_id="n", incarnation="i", payload_bytes=PAYLOAD_BYTES, num_slots=4)
+    ref = WorkerRef("w", "1")
+    node.handle(FromWorker(ref, Hello("w", "1", b"s" * 16, PAYLOAD_BYTES, FIELDS)), 0.0)
+    (granted,) = node.handle(FromWorker(ref, WantSlots(1)), 0.0)
+    assert isinstance(granted, Send) and isinstance(granted.message, Granted)
+    page = StoredPage(
+        granted.message.grants[0], b"short", "bf16", ROOT, ROOT, b"t" * 16, 0, 16, b"c" * 16, b""
+    )
+
+    (command,) = node.handle(FromWorker(ref, Stored([page])), 0.0)
+
+    assert isinstance(command, Disconnect) and "a key of 5 bytes" in command.reason
+    assert node.handle(FromWorker(ref, WantSlots(1)), 0.0) == []
+    node.check()
+
+
+def test_a_worker_with_other_pages_is_refused() -> None:
+    node = Coordinator(node_id="n", incarnation="i", payload_bytes=PAYLOAD_BYTES, num_slots=4)
+    refused, disconnect = node.handle(
+        FromWorker(WorkerRef("w", "1"), Hello("w", "1", b"s" * 16, 2 * PAYLOAD_BYTES, FIELDS)), 0.0
+    )
+    assert isinstance(refused, Send) and isinstance(refused.message, Refused)
+    assert isinstance(disconnect, Disconnect)
+    node.check()
+
+
+def test_pinned_pages_stay_in_both_tiers_and_pins_are_bounded() -> None:
+    world, worker = world_with("abcd", num_slots=8, ssd_slots=8)
+    keys = tuple(chain_keys(TENANT, "abcd"))
+    results = world.answers[world.ask(Pin, keys[:2])]
+    assert [outcome for _, outcome in results] == [Outcome.ACCEPTED] * 2
+
+    for i in range(30):
+        world.want(worker, 4)
+        world.store(worker, TENANT, "x" * (i + 1), first=max(0, i - 3))
+        world.finish_all()
+
+    pinned = {(key, "bf16") for key in keys[:2]}
+    assert pinned <= world.held(TierName.HOST) and pinned <= world.held(TierName.SSD)
+    assert world.answers[world.ask(Evict, keys[:1], None)] == ((keys[0], Outcome.REJECTED),)
+    many = tuple((bytes.fromhex(i.key)) for i in world.node.pages(None, TierName.SSD, 99, world.now))
+    outcomes = [outcome for _, outcome in world.answers[world.ask(Pin, many)]]
+    assert outcomes.count(Outcome.ACCEPTED) == 4 and outcomes.count(Outcome.REJECTED) == len(many) - 4
+    world.ask(Unpin, many)
+    assert world.answers[world.ask(Evict, keys[:1], None)] == ((keys[0], Outcome.ACCEPTED),)
+
+
+def test_clear_makes_a_tenants_pages_unfindable_at_once_and_wipes_them() -> None:
+    world, worker = world_with("abcd", num_slots=8)
+    world.want(worker, 2)
+    world.store(worker, "bob", "ab")
+    world.locate(worker, "r", TENANT, "ab")
+    places = {entry.place for page, entry in world.catalogue.items() if page[0] in chain_keys(TENANT, "abcd")}
+
+    results = dict(world.answers[world.ask(Clear, tenant_of(TENANT))])
+
+    assert [results[key] for key in chain_keys(TENANT, "abcd")] == [Outcome.DEFERRED] * 2 + [
+        Outcome.ACCEPTED
+    ] * 2
+    missing = world.locate(worker, "r2", TENANT, "abcd").missing
+    assert missing is not None and (missing.index, missing.reason) == (0, "cleared")
+    world.copied(worker, "r", [0, 1])
+    world.finish_all()
+    assert not places & world.disk.keys()
+    assert world.held(TierName.HOST) == world.held(TierName.SSD) == {
+        (key, "bf16") for key in chain_keys("bob", "ab")
+    }  # fmt: skip
+
+
+def test_a_page_cleared_while_it_is_written_does_not_stay_in_l4() -> None:
+    world = World(num_slots=4, ssd_slots=8)
+    worker = world.connect()
+    world.want(worker, 2)
+    world.store(worker, TENANT, "a")
+
+    ticket = world.ask(Clear, None)
+    assert world.answers[ticket] == ((key_of(TENANT, "a"), Outcome.DEFERRED),)
+    world.store(worker, TENANT, "a")  # again, while the former life is still being written
+    world.finish_all()
+
+    assert world.catalogue.keys() == {(key_of(TENANT, "a"), "bf16")}
+    world.ask(Clear, None)
+    world.finish_all()
+    assert not world.catalogue and not world.disk
+
+
+def test_verification_drops_bad_copies_and_says_what_is_left() -> None:
+    world, _ = world_with("abc")
+    evict_all(world, "c", TierName.HOST)
+    world.ask(Evict, (key_of(TENANT, "abc"),), TierName.HOST)
+    keys = chain_keys(TENANT, "abc")
+
+    ticket = world.ask(Verify, None)
+    while world.checks:
+        key, tier = world.checks[0].envelope.key, world.checks[0].tier
+        bad = key == keys[2] or (key == keys[1] and tier is TierName.HOST)
+        world.finish_check("corrupt" if bad else None)
+
+    assert world.answers[ticket] == (
+        (keys[0], Outcome.ACCEPTED),
+        (keys[1], Outcome.CLIPPED),
+        (keys[2], Outcome.MISSING),
+    )
+    unknown = world.ask(Verify, (b"?" * 32,))
+    assert world.answers[unknown] == ((b"?" * 32, Outcome.MISSING),)
+
+
+def test_pages_of_the_catalogue_are_warm_after_a_restart() -> None:
+    world, worker = world_with("abc")
+    world.locate(worker, "r", TENANT, "abc")
+    world.settle()
+    world.tell(Drain())
+    world.tell(Quiesce())
+    world.finish_all()
+
+    after = World(8, 32, recovered=list(world.catalogue.values()), disk=world.disk)
+    located = after.locate(after.connect(), "r", TENANT, "abc")
+
+    assert located.loading == [0, 1, 2]
+    assert {entry.uses for entry in after.catalogue.values()} == {1}
+    after.settle()
+    assert after.node.is_idle
+
+
+def test_drain_grants_nothing_and_quiesce_starts_no_writes() -> None:
+    world = World(num_slots=8, ssd_slots=8, limits=Limits(writes=1))
+    worker = world.connect()
+    world.want(worker, 3)
+    world.store(worker, TENANT, "abc")
+
+    world.tell(Drain())
+    world.want(worker, 1)
+    world.tell(Quiesce())
+    world.finish_all()
+
+    assert not worker.grants and world.node.is_written
+    assert len(world.held(TierName.SSD)) == 1
+
+
+@pytest.mark.parametrize("num_slots", [0, 1])
+def test_without_l3_all_is_a_miss_and_nothing_is_granted(num_slots: int) -> None:
+    world = World(num_slots=num_slots, ssd_slots=8)
+    worker = world.connect()
+    world.want(worker, 4)
+
+    located = world.locate(worker, "r", TENANT, "abc")
+
+    assert located.missing is not None and located.missing.reason == "cache_off"
+    assert not worker.grants and world.node.is_idle
+
+
+def test_without_l4_pages_live_in_l3_alone() -> None:
+    world = World(num_slots=4, ssd_slots=0)
+    worker = world.connect()
+    world.want(worker, 2)
+    world.store(worker, TENANT, "ab")
+
+    assert len(world.locate(worker, "r", TENANT, "ab").host) == 2
+    assert world.node.is_written and not world.writer
+
+
+def test_requests_of_a_worker_are_bounded() -> None:
+    world, worker = world_with("a", limits=Limits(requests_per_worker=2))
+    for request in ("r1", "r2"):
+        world.locate(worker, request, TENANT, "a")
+
+    refused = world.locate(worker, "r3", TENANT, "a")
+
+    assert refused.missing is not None and refused.missing.reason == "no_room"
+    world.release(worker, "r1")
+    assert world.locate(worker, "r3", TENANT, "a").missing is None
+
+
+def test_pages_of_another_size_make_room_in_l4_for_those_of_this_one() -> None:
+    small, _ = world_with("abcd", ssd_slots=4)
+    allocator = SegmentAllocator(4 * SLOT_BYTES, 2 * SLOT_BYTES)
+    for entry in small.catalogue.values():
+        assert allocator.take(entry.place, entry.slot_bytes)
+    large = 3 * PAYLOAD_BYTES  # in a slot of two of the small ones
+    node = Coordinator(
+        node_id="n",
+        incarnation="i",
+        payload_bytes=large,
+        num_slots=4,
+        ssd=allocator,
+        recovered=list(small.catalogue.values()),
+    )
+    ref = WorkerRef("w", "1")
+    node.handle(FromWorker(ref, Hello("w", "1", b"s" * 16, large, FIELDS)), 0.0)
+    (granted,) = node.handle(FromWorker(ref, WantSlots(1)), 0.0)
+    assert isinstance(granted, Send) and isinstance(granted.message, Granted)
+    grant = granted.message.grants[0]
+    page = StoredPage(grant, b"k" * 32, "bf16", ROOT, ROOT, b"t" * 16, 0, 16, b"c" * 16, b"")
+
+    commit, write = node.handle(FromWorker(ref, Stored([page])), 0.0)
+
+    tail = (key_of(TENANT, "abcd"), "bf16"), (key_of(TENANT, "abc"), "bf16")
+    assert isinstance(commit, CommitCatalogue) and commit.drops == tail
+    assert isinstance(write, WritePage) and write.entry.slot_bytes == 2 * SLOT_BYTES
+    node.check()
+
+
+# ---- random lives ------------------------------------------------------------------------------------------------
+
+# Few chains that share prefixes, so that lives meet each other's pages all the time.
+PATHS = st.sampled_from(["aaaa", "aaab", "aa", "abbbb", "b"])
+TENANTS = st.sampled_from(["ada", "ada", "ada", "bob"])
+REQUESTS = st.sampled_from(["r0", "r1"])
+NAMES = st.sampled_from(["w0", "w0", "w1"])
+READ_FAILURES = st.sampled_from([None, None, None, "corrupt", "missing", "io"])
+WRITE_FAILURES = st.sampled_from([None, None, None, None, "corrupt", "io"])
+TIERS = st.sampled_from([None, TierName.HOST, TierName.SSD])
+
+
+class Life(RuleBasedStateMachine):
+    """Workers come, store, ask, copy, cheat and die; disks fail; operators pin, evict and clear.
+
+    The world asserts at each command that it is safe, the coordinator's `check` runs after each event, and in the end
+    everybody who waits must have been served, and all that was borrowed must be back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(2, 2)
+        self.incarnation = 0
+
+    @initialize(num_slots=st.integers(2, 12), ssd_slots=st.sampled_from([0, 2, 4, 8, 16]), few=st.booleans())
+    def start(self, num_slots: int, ssd_slots: int, few: bool) -> None:
+        limits = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, roots=2, persist_every=3)
+        self.world = World(num_slots, ssd_slots, limits=limits if few else None)
+
+    def worker(self, name: str) -> SimWorker:
+        for worker in self.world.workers.values():
+            if worker.ref.worker_id == name:
+                return worker
+        self.incarnation += 1
+        return self.world.connect(name, str(self.incarnation))
+
+    @rule(name=NAMES, count=st.integers(0, 6))
+    def wants_slots(self, name: str, count: int) -> None:
+        self.world.want(self.worker(name), count)
+
+    @rule(name=NAMES, tenant=TENANTS, path=PATHS, data=st.data())
+    def stores(self, name: str, tenant: str, path: str, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, len(path) - 1))
+        hold_for = data.draw(st.none() | REQUESTS)
+        worker = self.worker(name)
+        if data.draw(st.booleans()):
+            self.world.want(worker, len(path) - first)
+        self.world.store(worker, tenant, path, first=first, hold_for=hold_for, content=b"c" * 16)
+
+    @rule(name=NAMES)
+    def returns_slots(self, name: str) -> None:
+        worker = self.worker(name)
+        if worker.grants:
+            self.world.say(worker, ReturnSlots([worker.grants.pop()]))
+
+    @rule(
+        name=NAMES, request=REQUESTS, tenant=TENANTS, path=PATHS, cost=st.sampled_from([0.0, 1e-7, 1e-5, 1.0])
+    )
+    def locates(self, name: str, request: str, tenant: str, path: str, cost: float) -> None:
+        self.world.locate(self.worker(name), request, tenant, path, recompute_s=cost, content=b"c" * 16)
+
+    @rule(name=NAMES, request=REQUESTS, data=st.data())
+    def copies(self, name: str, request: str, data: st.DataObject) -> None:
+        worker = self.worker(name)
+        leased = sorted(worker.leases.get(request, {}))
+        if leased:
+            indexes = data.draw(st.lists(st.sampled_from(leased), unique=True))
+            corrupt = [i for i in indexes if data.draw(st.integers(0, 9)) == 0]
+            self.world.copied(worker, request, indexes, corrupt)
+
+    @rule(name=NAMES, request=REQUESTS, from_index=st.integers(0, 3))
+    def releases(self, name: str, request: str, from_index: int) -> None:
+        self.world.release(self.worker(name), request, from_index)
+
+    @rule(name=NAMES)
+    def dies(self, name: str) -> None:
+        self.world.die(self.worker(name))
+
+    @precondition(lambda self: self.world.reads)
+    @rule(failure=READ_FAILURES, which=st.integers(0, 3))
+    def read_ends(self, failure: Any, which: int) -> None:
+        self.world.finish_read(failure, which)
+
+    @precondition(lambda self: self.world.writer)
+    @rule(failure=WRITE_FAILURES)
+    def writer_goes_on(self, failure: Any) -> None:
+        self.world.finish_write(failure)
+
+    @rule()
+    def all_io_ends(self) -> None:
+        self.world.finish_all()
+
+    @precondition(lambda self: self.world.checks)
+    @rule(failure=READ_FAILURES)
+    def verification_ends(self, failure: Any) -> None:
+        self.world.finish_check(failure)
+
+    @rule(tenant=TENANTS, path=PATHS)
+    def operator_pins(self, tenant: str, path: str) -> None:
+        self.world.ask(Pin, tuple(chain_keys(tenant, path)))
+
+    @rule(tenant=TENANTS, path=PATHS)
+    def operator_unpins(self, tenant: str, path: str) -> None:
+        self.world.ask(Unpin, tuple(chain_keys(tenant, path)))
+
+    @rule(tenant=TENANTS, path=PATHS, tier=TIERS)
+    def operator_evicts(self, tenant: str, path: str, tier: TierName | None) -> None:
+        self.world.ask(Evict, tuple(chain_keys(tenant, path)), tier)
+
+    @rule(tenant=st.none() | TENANTS)
+    def operator_clears(self, tenant: str | None) -> None:
+        self.world.ask(Clear, None if tenant is None else tenant_of(tenant))
+
+    @rule(tenant=TENANTS, path=st.none() | PATHS)
+    def operator_verifies(self, tenant: str, path: str | None) -> None:
+        self.world.ask(Verify, None if path is None else tuple(chain_keys(tenant, path)))
+
+    @rule(seconds=st.sampled_from([0.001, 1.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @invariant()
+    def tiers_hold_what_is_said(self) -> None:
+        world = self.world
+        assert {p for p in world.held(TierName.HOST)} <= set(world.host.values())
+        if not world.writer:
+            assert world.held(TierName.SSD) == world.catalogue.keys()
+            for page, entry in world.catalogue.items():
+                assert world.disk[entry.place] == page
+
+    def teardown(self) -> None:
+        world = self.world
+        world.settle()
+        for worker in list(world.workers.values()):
+            world.die(worker)
+        world.finish_all()
+        assert world.node.is_idle
+        assert len(world.answers) == world.ticket
+        everything = world.ask(Clear, None)
+        world.finish_all()
+        assert all(outcome is Outcome.ACCEPTED for _, outcome in world.answers[everything])
+        snapshot = world.node.snapshot()
+        assert snapshot.tiers[TierName.HOST].used_bytes == snapshot.tiers[TierName.SSD].used_bytes == 0
+        assert not world.catalogue and not world.disk
+
+
+Life.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestLife = Life.TestCase

@@ -1,0 +1,567 @@
+"""L4 over restarts and damage: what was recorded comes back, what is damaged is healed or fresh, and is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tier_pages import (
+    TENANT,
+    VARIANT,
+    entry_of,
+    flip_bit,
+    flip_on_disk,
+    page_key,
+    payload_of,
+    read_page,
+    used_on_disk,
+    write_page,
+)
+
+from kvtier.tier import slab
+from kvtier.tier.base import Place
+from kvtier.tier.page import PageCorrupt, PageMissing, slot_bytes
+from kvtier.tier.ssd import SsdTier, Store, open_ssd
+
+PAGE_BYTES = 40 * 1024
+SLOT_BYTES = slot_bytes(PAGE_BYTES)
+CAPACITY = 12 * 2**20
+STORES: list[Store] = ["slab", "lmdb"]
+OTHER_TENANT = b"another tenant.."
+
+
+def open_l4(folder: Path, store: Store = "slab", capacity: int = CAPACITY, slot: int = SLOT_BYTES) -> SsdTier:
+    return open_ssd(folder / "l4", capacity, store, slot)
+
+
+def fill(tier: SsdTier, numbers: range, tenant: bytes = TENANT) -> dict[int, Place]:
+    """Write pages and record them in one commit."""
+    places: dict[int, Place] = {}
+    for number in numbers:
+        place = tier.allocator.alloc(SLOT_BYTES)
+        assert place is not None
+        write_page(tier, place, number, PAGE_BYTES, tenant)
+        places[number] = place
+    tier.commit([entry_of(number, place, PAGE_BYTES, tenant) for number, place in places.items()])
+    return places
+
+
+def recovered_numbers(tier: SsdTier, among: range) -> list[int]:
+    """Which of these pages came back; each is held against its right bytes."""
+    numbers = {page_key(number): number for number in among}
+    found: list[int] = []
+    for entry in tier.recovered:
+        number = numbers[entry.envelope.key]
+        read_page(tier, entry.place, number, PAGE_BYTES)
+        found.append(number)
+    tier.allocator.check()
+    assert tier.allocator.used_bytes == SLOT_BYTES * len(found)
+    return sorted(found)
+
+
+# ---- a sound folder --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_recorded_pages_come_back_after_a_restart_in_order_of_last_use(tmp_path: Path, store: Store) -> None:
+    tier = open_l4(tmp_path, store)
+    places = fill(tier, range(20))
+    tier.close()
+
+    again = open_l4(tmp_path, store)
+
+    expected = [entry_of(number, place, PAGE_BYTES) for number, place in places.items()]
+    assert again.recovered == sorted(expected, key=lambda entry: entry.last_use_s)
+    assert recovered_numbers(again, range(20)) == list(range(20))
+    assert again.notes == []
+    again.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_dropped_pages_do_not_come_back_and_uses_are_updated(tmp_path: Path, store: Store) -> None:
+    tier = open_l4(tmp_path, store)
+    places = fill(tier, range(4))
+    used = entry_of(2, places[2], PAGE_BYTES)
+    used.uses, used.last_use_s = 77, 2e9
+
+    tier.commit([used], [(page_key(0), VARIANT), (page_key(3), VARIANT), (page_key(99), VARIANT)])
+    tier.close()
+
+    again = open_l4(tmp_path, store)
+    assert recovered_numbers(again, range(4)) == [1, 2]
+    assert again.recovered[-1] == used
+    again.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_all_files_together_stay_within_the_budget(tmp_path: Path, store: Store) -> None:
+    tier = open_l4(tmp_path, store)
+    assert tier.page_capacity_bytes > 0.7 * CAPACITY
+    held: list[tuple[int, Place]] = []
+
+    for number in range(3 * tier.page_capacity_bytes // SLOT_BYTES):
+        place = tier.allocator.alloc(SLOT_BYTES)
+        if place is None:
+            old, place = held.pop(0)
+            tier.commit([], [(page_key(old), VARIANT)])
+        write_page(tier, place, number, PAGE_BYTES)
+        tier.commit([entry_of(number, place, PAGE_BYTES)])
+        held.append((number, place))
+        assert used_on_disk(tmp_path / "l4") <= CAPACITY
+    tier.close()
+
+    again = open_l4(tmp_path, store)
+    assert len(again.recovered) == len(held) == tier.page_capacity_bytes // SLOT_BYTES
+    assert used_on_disk(tmp_path / "l4") <= CAPACITY
+    again.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("capacity", [4 * 2**20, 10 * 2**20, 300 * 2**20])
+def test_any_budget_is_used_nearly_whole_and_never_exceeded(
+    tmp_path: Path, store: Store, capacity: int
+) -> None:
+    tier = open_l4(tmp_path, store, capacity=capacity)
+
+    assert 0 < tier.page_capacity_bytes < capacity
+    assert tier.page_capacity_bytes % tier.segment_bytes == 0
+    if capacity > 100 * 2**20:
+        assert tier.page_capacity_bytes > 0.9 * capacity
+    tier.close()
+
+
+def test_a_budget_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no room for a page"):
+        open_l4(tmp_path, capacity=SLOT_BYTES)
+
+
+def test_a_second_opener_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+
+    with pytest.raises(OSError, match=f"process {os.getpid()}") as caught:
+        open_l4(tmp_path)
+
+    assert caught.value.errno == errno.EBUSY
+    tier.close()
+    open_l4(tmp_path).close()
+
+
+def test_nobody_else_can_look_into_the_folder(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(1))
+
+    assert stat.S_IMODE((tmp_path / "l4").stat().st_mode) == 0o700
+    assert all(
+        path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "l4").iterdir() if "-lock" not in path.name
+    )
+    tier.close()
+
+
+def test_a_disk_without_direct_io_serves_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab, "_takes_direct_io", lambda folder: False)
+
+    tier = open_l4(tmp_path)
+
+    assert len(tier.notes) == 1 and "O_DIRECT" in tier.notes[0]
+    fill(tier, range(5))
+    tier.close()
+
+
+# ---- refusals of the disk --------------------------------------------------------------------------------------
+
+
+def test_a_failed_slot_write_is_an_oserror_and_leaves_the_other_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_l4(tmp_path)
+    places = fill(tier, range(3))
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        place = tier.allocator.alloc(SLOT_BYTES)
+        assert place is not None
+        with pytest.raises(OSError, match="No space left"):
+            write_page(tier, place, 7, PAGE_BYTES)
+    tier.allocator.free(place)
+
+    with pytest.raises(PageMissing):
+        read_page(tier, place, 7, PAGE_BYTES)
+    assert all(read_page(tier, place, number, PAGE_BYTES) for number, place in places.items())
+    fill(tier, range(7, 8))
+    tier.close()
+
+
+def test_a_short_write_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_l4(tmp_path)
+    monkeypatch.setattr(os, "pwritev", lambda fd, pieces, offset: 4096)
+
+    with pytest.raises(OSError, match="wrote 4096 bytes"):
+        fill(tier, range(1))
+
+    tier.close()
+
+
+def test_a_full_catalogue_is_an_oserror_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """A catalogue sized for large pages fills up when small ones are recorded: the commit fails as a whole."""
+    tier = open_l4(tmp_path, slot=slot_bytes(2**20))
+    places = fill(tier, range(3))
+
+    with pytest.raises(OSError) as caught:
+        tier.commit(entry_of(number, Place(0, number), 64) for number in range(100, 4000))
+
+    assert caught.value.errno == errno.ENOSPC
+    tier.commit([], [(page_key(0), VARIANT)])
+    tier.close()
+    again = open_l4(tmp_path, slot=slot_bytes(2**20))
+    assert recovered_numbers(again, range(3)) == [1, 2]
+    assert places
+    again.close()
+
+
+def test_a_full_lmdb_file_fails_the_write_and_keeps_what_it_has(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path, "lmdb")
+    places = fill(tier, range(3))
+    slots = tier.segment_bytes // SLOT_BYTES
+
+    with pytest.raises(OSError) as caught:  # no owner would give out places past the last segment
+        for number in range(2 * CAPACITY // SLOT_BYTES):
+            write_page(tier, Place(1000 + number // slots, number % slots), 100 + number, PAGE_BYTES)
+
+    assert caught.value.errno == errno.ENOSPC
+    assert all(read_page(tier, place, number, PAGE_BYTES) for number, place in places.items())
+    tier.close()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path], None]
+
+
+def truncated_to(share: float) -> Damage:
+    return lambda path: os.truncate(path, int(path.stat().st_size * share))
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(random.Random(1).randbytes(path.stat().st_size))
+
+
+DAMAGES: dict[str, Damage] = {
+    "deleted": lambda path: path.unlink(),
+    "empty": truncated_to(0.0),
+    "half": truncated_to(0.5),
+    "last byte gone": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "garbage": garbage,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_catalogue_is_rebuilt_from_the_slots(tmp_path: Path, damage: Damage) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(30))
+    tier.close()
+    damage(tmp_path / "l4" / "catalogue.mdb")
+
+    again = open_l4(tmp_path)
+
+    assert recovered_numbers(again, range(30)) == list(range(30))
+    assert len(again.notes) == 1 and "30 pages found" in again.notes[0]
+    fill(again, range(30, 40))
+    again.close()
+    third = open_l4(tmp_path)
+    assert recovered_numbers(third, range(40)) == list(range(40))
+    assert third.notes == []
+    third.close()
+
+
+@pytest.mark.parametrize("name", ["catalogue.mdb", "pages.mdb"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_lmdb_store_starts_empty(tmp_path: Path, name: str, damage: Damage) -> None:
+    tier = open_l4(tmp_path, "lmdb")
+    fill(tier, range(30))
+    tier.close()
+    damage(tmp_path / "l4" / name)
+
+    again = open_l4(tmp_path, "lmdb")
+
+    assert again.recovered == []
+    assert len(again.notes) == 1 and "started empty" in again.notes[0]
+    places = fill(again, range(30, 40))
+    assert all(read_page(again, place, number, PAGE_BYTES) for number, place in places.items())
+    again.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("store", "name"), [("slab", "catalogue.mdb"), ("lmdb", "pages.mdb")])
+def test_a_flipped_bit_anywhere_in_an_lmdb_file_serves_no_wrong_page(
+    tmp_path: Path, store: Store, name: str, seed: int
+) -> None:
+    """The flip may lie in a record, the tree, the free list, a page's bytes or unused space."""
+    tier = open_l4(tmp_path, store)
+    places = fill(tier, range(30))
+    tier.commit([], [(page_key(number), VARIANT) for number in range(5)])
+    rng = random.Random(seed)
+    path = tmp_path / "l4" / name
+    tier.close()
+    flip_bit(path, rng.randrange(min(path.stat().st_size, 64 * 1024)), rng.randrange(8))
+
+    again = open_l4(tmp_path, store)
+
+    lost = 0
+    for entry in again.recovered:
+        number = next(n for n in places if page_key(n) == entry.envelope.key)
+        try:
+            read_page(again, entry.place, number, PAGE_BYTES)
+        except (PageCorrupt, PageMissing):
+            lost += 1
+    assert lost <= 1
+    assert len(again.recovered) >= 25 or (store == "lmdb" and len(again.notes) == 1)
+    assert len(again.notes) <= 1
+    fill(again, range(50, 60))
+    again.close()
+
+
+def test_a_reader_killed_by_a_signal_means_a_rebuild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    dies = tmp_path / "dies"
+    dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    dies.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(dies))
+
+    again = open_l4(tmp_path)
+
+    assert recovered_numbers(again, range(6)) == list(range(6))
+    assert len(again.notes) == 1 and "signal 11" in again.notes[0]
+    again.close()
+
+
+def test_a_check_that_never_ends_means_a_rebuild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+
+    again = open_ssd(tmp_path / "l4", CAPACITY, "slab", SLOT_BYTES, check_timeout_s=0.2)
+
+    assert recovered_numbers(again, range(6)) == list(range(6))
+    assert len(again.notes) == 1 and "0.2 s" in again.notes[0]
+    again.close()
+
+
+def test_a_rebuild_that_takes_too_long_makes_do_with_what_it_found(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+
+    again = open_ssd(tmp_path / "l4", CAPACITY, "slab", SLOT_BYTES, rebuild_s=0.0)
+
+    assert len(recovered_numbers(again, range(6))) == 1
+    assert len(again.notes) == 1 and "in the 0 s it may take" in again.notes[0]
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated"])
+def test_a_damaged_slab_file_costs_only_its_pages(tmp_path: Path, damage: str) -> None:
+    tier = open_l4(tmp_path, capacity=40 * 2**20)
+    slots = tier.segment_bytes // SLOT_BYTES
+    fill(tier, range(slots + 10))
+    tier.close()
+    first = min((tmp_path / "l4").glob("slab-*"))
+    if damage == "deleted":
+        first.unlink()
+        expected = list(range(slots, slots + 10))
+    else:
+        os.truncate(first, 5 * SLOT_BYTES + 100)
+        expected = [*range(5), *range(slots, slots + 10)]
+
+    again = open_l4(tmp_path, capacity=40 * 2**20)
+
+    assert recovered_numbers(again, range(slots + 10)) == expected
+    assert len(again.notes) == 1 and f"{slots + 10 - len(expected)} pages dropped" in again.notes[0]
+    fill(again, range(1000, 1000 + slots))
+    again.close()
+    third = open_l4(tmp_path, capacity=40 * 2**20)
+    assert len(third.recovered) == len(expected) + slots and third.notes == []
+    third.close()
+
+
+def test_a_rebuild_passes_over_a_page_with_a_flipped_bit(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    assert flip_on_disk(tmp_path / "l4", bytes(payload_of(3, PAGE_BYTES)[1000:1032])) == 1
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+
+    again = open_l4(tmp_path)
+
+    assert recovered_numbers(again, range(6)) == [0, 1, 2, 4, 5]
+    again.close()
+
+
+# ---- forgetting ------------------------------------------------------------------------------------------------
+
+
+def test_a_rebuild_does_not_bring_back_wiped_pages(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+    places = fill(tier, range(6))
+    tier.commit([], [(page_key(number), VARIANT) for number in (1, 2)])
+    tier.wipe(places[1])
+    tier.wipe(places[2])
+    tier.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+
+    again = open_l4(tmp_path)
+
+    assert recovered_numbers(again, range(6)) == [0, 3, 4, 5]
+    again.close()
+
+
+def test_a_rebuild_does_not_bring_back_a_forgotten_tenants_stale_copies(tmp_path: Path) -> None:
+    """Page 1 is evicted (its slot keeps the old header), then the tenant is cleared: nobody wipes that slot."""
+    tier = open_l4(tmp_path)
+    fill(tier, range(3))
+    tier.commit([], [(page_key(1), VARIANT)])
+    fill(tier, range(10, 12), OTHER_TENANT)
+
+    tier.forget(TENANT)
+    fill(tier, range(20, 22), TENANT)
+    tier.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+
+    again = open_l4(tmp_path)
+    assert recovered_numbers(again, range(30)) == [10, 11, 20, 21]
+    again.forget(None)
+    fill(again, range(25, 26))
+    again.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+    third = open_l4(tmp_path)
+    assert recovered_numbers(third, range(30)) == [25]
+    third.close()
+
+
+# ---- another folder than this program's --------------------------------------------------------------------------
+
+
+def test_another_store_starts_empty_and_is_said(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path, "slab")
+    fill(tier, range(3))
+    tier.close()
+
+    again = open_l4(tmp_path, "lmdb")
+
+    assert again.recovered == []
+    assert len(again.notes) == 1 and "'slab'" in again.notes[0]
+    assert not list((tmp_path / "l4").glob("slab-*"))
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"version":99}\n', None])
+def test_an_unreadable_layout_starts_empty_and_is_said(tmp_path: Path, content: bytes | None) -> None:
+    tier = open_l4(tmp_path)
+    fill(tier, range(3))
+    tier.close()
+    layout = tmp_path / "l4" / "layout"
+    layout.unlink() if content is None else layout.write_bytes(content)
+
+    again = open_l4(tmp_path)
+
+    assert again.recovered == []
+    assert len(again.notes) == 1 and "started empty" in again.notes[0]
+    again.close()
+
+
+def test_a_later_format_version_starts_empty_and_is_said(tmp_path: Path) -> None:
+    from kvtier.tier.ssd import _Layout
+
+    tier = open_l4(tmp_path)
+    fill(tier, range(3))
+    tier.close()
+    layout = _Layout.load(tmp_path / "l4")
+    layout.version = 99
+    layout.save(tmp_path / "l4")
+
+    again = open_l4(tmp_path)
+
+    assert again.recovered == []
+    assert len(again.notes) == 1 and "format 99" in again.notes[0]
+    again.close()
+
+
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path)
+    (tmp_path / "l4" / "notes.txt").write_text("mine")
+    tier.close()
+    (tmp_path / "l4" / "layout").write_bytes(b"nonsense")
+
+    open_l4(tmp_path).close()
+
+    assert (tmp_path / "l4" / "notes.txt").read_text() == "mine"
+
+
+def test_a_smaller_budget_keeps_what_still_fits(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path, capacity=40 * 2**20)
+    fill(tier, range(tier.page_capacity_bytes // SLOT_BYTES))
+    tier.close()
+
+    again = open_l4(tmp_path, capacity=30 * 2**20)
+
+    kept = len(again.recovered)
+    assert kept == again.page_capacity_bytes // SLOT_BYTES > 0
+    assert len(again.notes) == 1 and "pages dropped" in again.notes[0]
+    assert used_on_disk(tmp_path / "l4") <= 30 * 2**20
+    again.close()
+    larger = open_l4(tmp_path, capacity=60 * 2**20)
+    assert len(larger.recovered) == kept and larger.page_capacity_bytes > again.page_capacity_bytes
+    larger.close()
+
+
+def test_a_smaller_budget_starts_an_lmdb_store_empty(tmp_path: Path) -> None:
+    tier = open_l4(tmp_path, "lmdb")
+    fill(tier, range(tier.page_capacity_bytes // SLOT_BYTES))
+    tier.close()
+
+    again = open_l4(tmp_path, "lmdb", capacity=CAPACITY // 2)
+
+    assert again.recovered == [] and len(again.notes) == 1
+    assert used_on_disk(tmp_path / "l4") <= CAPACITY // 2
+    again.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_segment_that_changes_its_slot_size_serves_the_new_pages_only(tmp_path: Path, store: Store) -> None:
+    small_bytes = 8 * 1024
+    tier = open_l4(tmp_path, store)
+    places = fill(tier, range(tier.page_capacity_bytes // SLOT_BYTES))
+    tier.commit([], [(page_key(number), VARIANT) for number in places])
+    for place in places.values():
+        tier.allocator.free(place)
+
+    small = {n: tier.allocator.alloc(slot_bytes(small_bytes)) for n in range(1000, 1300)}
+    for number, place in small.items():
+        assert place is not None
+        write_page(tier, place, number, small_bytes)
+        tier.commit([entry_of(number, place, small_bytes)])
+    tier.close()
+
+    again = open_l4(tmp_path, store)
+    assert len(again.recovered) == 300
+    for number, place in small.items():
+        assert place is not None
+        read_page(again, place, number, small_bytes)
+    again.close()

@@ -1,0 +1,226 @@
+"""Runs decode workers in tests: collects their outputs, waits for what should come, and checks that nothing leaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.tier.identity import tenant_salt
+from kvtier.tier.page import TierName
+from kvtier.tier.service import CacheService
+from kvtier.workers.api import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprobs, Usage
+from kvtier.workers.runner import Runner, StepBatch, load_runner
+from kvtier.workers.worker import DecodeWorker
+
+PATIENCE_S = 30.0
+PAGE_TOKENS = 16
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until a condition holds; AssertionError when it doesn't in a long time."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.002)
+
+
+class Result:
+    """All outputs of one sequence."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self.outputs = list(outputs)
+        self.last = self.outputs[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [logprobs for output in self.outputs for logprobs in output.logprobs]
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.last.finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        assert self.last.usage is not None
+        return self.last.usage
+
+    @property
+    def cached(self) -> dict[str, int]:
+        """Prompt tokens found, by tier, where there are any."""
+        return {tier: tokens for tier, tokens in self.usage.cached_tokens.items() if tokens}
+
+
+class Client:
+    """A worker's one client: its sink, and the requests sent so far."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Output]] = []
+        self.worker: DecodeWorker
+        self._outputs: dict[tuple[str, int], list[Output]] = {}
+        self._came = threading.Condition()
+        self._sent = 0
+
+    def sink(self, outputs: list[Output]) -> None:
+        with self._came:
+            self.steps.append(outputs)
+            for output in outputs:
+                self._outputs.setdefault((output.request_id, output.index), []).append(output)
+            self._came.notify_all()
+
+    def send(
+        self, prompt: Sequence[int], *, tenant: str = "default", use_cache: bool = True, **sampling: Any
+    ) -> str:
+        """Submit a request; its id."""
+        self._sent += 1
+        name = f"r{self._sent}"
+        params = SamplingParams(**{"max_tokens": 8, **sampling})
+        self.worker.submit(EngineRequest(name, tenant, tuple(prompt), params, use_cache, time.time()))
+        return name
+
+    def result(self, name: str, index: int = 0) -> Result:
+        """Wait for a sequence's end."""
+        with self._came:
+            assert self._came.wait_for(lambda: self._is_over(name, index), PATIENCE_S), f"{name} doesn't end"
+            return Result(self._outputs[name, index])
+
+    def first(self, name: str) -> None:
+        """Wait for a request's first output."""
+        with self._came:
+            assert self._came.wait_for(lambda: (name, 0) in self._outputs, PATIENCE_S), (
+                f"{name} doesn't begin"
+            )
+
+    def generate(self, prompt: Sequence[int], **options: Any) -> Result:
+        """Send a request and wait for its end; the usage law holds."""
+        result = self.result(self.send(prompt, **options))
+        usage = result.usage
+        assert sum(usage.cached_tokens.values()) + usage.computed_tokens == usage.prompt_tokens == len(prompt)
+        return result
+
+    def _is_over(self, name: str, index: int) -> bool:
+        outputs = self._outputs.get((name, index))
+        return bool(outputs) and outputs[-1].finish_reason is not None
+
+
+class Slowed:
+    """A runner that computes what another does, counts rows, and does what a test tells it to in between."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.rows = 0
+        self.before: Callable[[StepBatch], None] = lambda batch: None
+        self.after: Callable[[StepBatch, torch.Tensor], torch.Tensor] = lambda batch, logits: logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        self.before(batch)
+        self.rows += len(batch.token_ids)
+        return self.after(batch, self._runner.forward(batch))
+
+
+def tiny_runner(folder: Path, pages: int, max_batch_tokens: int = 256) -> Slowed:
+    """The tiny Llama with so many pages of L1."""
+    page_bytes = PAGE_TOKENS * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, head size, float32
+    runner = load_runner(
+        str(folder),
+        dtype="float32",
+        page_tokens=PAGE_TOKENS,
+        l1_bytes=(pages + 1) * page_bytes,
+        numerics="auto",
+        forward="auto",
+        threads=1,
+        max_context=2048,
+        max_batch_tokens=max_batch_tokens,
+        epoch=0,
+        native="off",
+    )
+    assert runner.spec.nbytes == page_bytes
+    assert runner.arena.shape[0] == pages + 1
+    return Slowed(runner)
+
+
+@contextmanager
+def serving(
+    runner: Slowed, socket_path: Path | None = None, *, connected: bool = True, **options: Any
+) -> Iterator[Client]:
+    """A worker with a client; at the end all counts are checked, and nothing may be left in use."""
+    client = Client()
+    worker = DecodeWorker(
+        runner,  # type: ignore[arg-type]  # passes everything on
+        **{
+            "worker_id": "w0",
+            "node_id": "n0",
+            "socket_path": None if socket_path is None else str(socket_path),
+            "tenants": {name: tenant_salt(name) for name in ("default", "other")},
+            "sink": client.sink,
+            "max_batch_tokens": 256,
+            "max_sequences": 8,
+            "load_deadline_ms": 20_000.0,
+            **options,
+        },
+    )
+    client.worker = worker
+    worker.start()
+    try:
+        if socket_path is not None and connected:
+            until(lambda: worker.is_connected, "the worker connects to its node")
+        yield client
+        if worker.is_healthy():
+            until(worker.idle, "the worker is idle")
+            worker.check()
+    finally:
+        worker.stop()
+
+
+@contextmanager
+def caching(
+    folder: Path, l3_pages: int = 256, l4_bytes: int = 32 << 20, payload_bytes: int = 8192
+) -> Iterator[CacheService]:
+    """A node's cache on a socket in `folder`."""
+    service = CacheService(
+        "n0", folder / "s", payload_bytes, l3_pages * (payload_bytes + 4096), folder / "l4", l4_bytes
+    )
+    service.start()
+    try:
+        yield service
+        until(service.idle, "the node's cache is idle")
+        service.check()
+    finally:
+        service.stop(0)
+
+
+def keys(worker: DecodeWorker) -> list[bytes]:
+    """Keys of all pages in L1."""
+    return [bytes.fromhex(page.key) for page in worker.pages(limit=100_000)]
+
+
+def settle(worker: DecodeWorker, service: CacheService) -> None:
+    """Until every full page is where it belongs."""
+    until(lambda: worker.idle() and service.idle(), "worker and node are idle")
+
+
+def sink_to_l3(worker: DecodeWorker, service: CacheService) -> None:
+    """Leave L1 empty, so that the next request finds its pages in L3."""
+    settle(worker, service)
+    worker.evict(keys(worker))
+    assert worker.pages() == []
+
+
+def sink_to_l4(worker: DecodeWorker, service: CacheService) -> None:
+    """Leave L1 and L3 empty, so that the next request finds its pages in L4."""
+    sink_to_l3(worker, service)
+    held = [bytes.fromhex(page.key) for page in service.pages(tier=TierName.HOST, limit=100_000)]
+    service.evict(held, TierName.HOST)
+    assert service.pages(tier=TierName.HOST) == []

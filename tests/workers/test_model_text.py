@@ -1,0 +1,186 @@
+"""Tokenizers, chat templates, and token ids back to text as they come."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gateway_kit import EOS, IM_START, make_byte_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.workers.model_text import Text, TextError, tokenizer_digest
+
+_SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@pytest.fixture(scope="module")
+def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """One token per byte: every character beyond ASCII is cut."""
+    text = Text.load(make_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+    assert text is not None
+    return text
+
+
+@pytest.fixture(scope="module")
+def piece_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """SentencePiece's ways as Llama 2 has them: a space before the first word, and bytes for unknown characters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["\N{LOWER ONE EIGHTH BLOCK}", *"abcdefgh"]
+    vocabulary = {
+        token: number for number, token in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])
+    }
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<0x00>", fuse_unk=True)
+    )
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>")])
+    folder = tmp_path_factory.mktemp("pieces")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    text = Text.load(folder)
+    assert text is not None
+    return text
+
+
+def streamed(text: Text, ids: list[int]) -> list[str]:
+    """What comes out token by token, the end last."""
+    detokenizer = text.detokenizer()
+    return [*(detokenizer.push((token_id,)) for token_id in ids), detokenizer.finish()]
+
+
+@_SAME_FOLDER
+@given(text=st.text(max_size=40))
+def test_text_streamed_by_bytes_is_the_text_and_never_broken(byte_text: Text, text: str) -> None:
+    pieces = streamed(byte_text, byte_text.encode(text))
+
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@_SAME_FOLDER
+@given(ids=st.lists(st.integers(0, 299), max_size=40))
+def test_any_ids_streamed_equal_their_decoding_at_once(byte_text: Text, ids: list[int]) -> None:
+    assert "".join(streamed(byte_text, ids)) == byte_text.decode(ids)
+
+
+@_SAME_FOLDER
+@given(ids=st.lists(st.integers(0, 299), max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_text_does_not_depend_on_how_ids_are_grouped(
+    byte_text: Text, ids: list[int], cuts: list[int]
+) -> None:
+    detokenizer = byte_text.detokenizer()
+    out, rest = "", ids
+
+    for cut in cuts:
+        out += detokenizer.push(rest[:cut])
+        rest = rest[cut:]
+    out += detokenizer.push(rest) + detokenizer.finish()
+
+    assert out == "".join(streamed(byte_text, ids))
+
+
+@_SAME_FOLDER
+@given(
+    text=st.text(alphabet="ab c\N{SNOWMAN}\N{GRINNING FACE}\N{LATIN SMALL LETTER E WITH ACUTE}", max_size=30)
+)
+def test_text_streamed_by_pieces_is_the_text_and_never_broken(piece_text: Text, text: str) -> None:
+    ids = piece_text.encode(text)
+
+    pieces = streamed(piece_text, ids)
+
+    assert "".join(pieces) == piece_text.decode(ids)
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_a_character_cut_short_comes_as_a_replacement_at_the_end(byte_text: Text, piece_text: Text) -> None:
+    snowman = "\N{SNOWMAN}".encode()
+
+    assert streamed(byte_text, list(snowman[:2])) == ["", "", "\N{REPLACEMENT CHARACTER}"]
+    assert "".join(streamed(piece_text, list(snowman[:2]))) == piece_text.decode(list(snowman[:2]))
+
+
+def test_bytes_that_are_never_a_character_do_not_hold_text_back_for_ever(piece_text: Text) -> None:
+    detokenizer = piece_text.detokenizer()
+
+    shown = "".join(detokenizer.push((0xFF,)) for _ in range(100))
+
+    assert shown
+
+
+def test_special_tokens_give_no_text(byte_text: Text) -> None:
+    ids = [IM_START, *b"hi", EOS]
+
+    assert "".join(streamed(byte_text, ids)) == "hi"
+
+
+def test_chat_messages_become_the_templates_tokens(byte_text: Text) -> None:
+    ids = byte_text.encode_chat([{"role": "user", "content": "hi"}])
+
+    assert ids == [IM_START, *b"user\nhi", EOS, *b"\n", IM_START, *b"assistant\n"]
+
+
+def test_what_a_template_refuses_is_said_in_its_words(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    text = Text.load(make_byte_tokenizer(tmp_path, template=template))
+    assert text is not None
+
+    with pytest.raises(TextError, match="roles must alternate"):
+        text.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+    text = Text.load(make_byte_tokenizer(tmp_path, template=""))
+    assert text is not None
+
+    assert not text.has_chat_template
+    with pytest.raises(TextError, match="no chat template"):
+        text.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_folder_without_tokenizer_gives_none_and_an_empty_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    assert Text.load(tmp_path) is None
+    assert tokenizer_digest(tmp_path) == ""
+
+
+def test_a_damaged_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+
+    with pytest.raises(TextError, match=str(tmp_path)):
+        Text.load(tmp_path)
+
+
+def test_the_digest_follows_tokenizer_and_template_and_nothing_else(tmp_path: Path) -> None:
+    folder = make_byte_tokenizer(tmp_path / "a")
+    same = make_byte_tokenizer(tmp_path / "b")
+    (same / "config.json").write_text("{}")
+    other_template = make_byte_tokenizer(tmp_path / "c", template="{{ messages }}")
+    other_tokens = make_byte_tokenizer(tmp_path / "d")
+    tokenizer = json.loads((other_tokens / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = tokenizer["added_tokens"][:1]
+    (other_tokens / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    digests = [tokenizer_digest(f) for f in (folder, same, other_template, other_tokens)]
+
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_the_demo_models_text_comes_back_as_it_was(demo_model: Path) -> None:
+    text = Text.load(demo_model)
+    assert text is not None
+    sample = "Tiers: L1 \N{RIGHTWARDS ARROW} L3, 12,345 pages \N{GRINNING FACE} \N{CJK UNIFIED IDEOGRAPH-4E2D}\n\ttab"
+
+    pieces = streamed(text, text.encode(sample))
+
+    assert "".join(pieces) == sample
+    head = text.encode("<|im_start|>assistant\n")
+    assert text.encode_chat([{"role": "user", "content": "hi"}])[-len(head) :] == head

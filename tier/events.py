@@ -1,0 +1,265 @@
+"""What the coordinator hears and what it orders. Pure data; coordinator.py decides, mover.py and service.py carry out.
+
+Events are in the past tense (admin verbs aside, which ask), commands in the imperative. A `transfer` is the number of
+one piece of I/O, a `ticket` that of one admin call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtier.tier.base import CatalogueEntry, Outcome, Place
+from kvtier.tier.messages import ToNode, ToWorker
+from kvtier.tier.page import Envelope, PageKey, TierName
+
+PageId = tuple[bytes, str]  # (key, variant)
+Failure = Literal["missing", "corrupt", "io"]  # why a piece of I/O failed
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """One life of one worker; a worker that starts again is another one."""
+
+    worker_id: str
+    incarnation: str
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A worker said something."""
+
+    worker: WorkerRef
+    message: ToNode
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """The worker is proven to touch the slab no more: its process is dead, or it closed its end itself."""
+
+    worker: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """ReadPage is done: the slot holds the verified page."""
+
+    transfer: int
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """ReadPage failed; the slot's content is undefined."""
+
+    transfer: int
+    failure: Failure
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """WritePage is done: the page's bytes and its catalogue record are in L4."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """WritePage failed and left no catalogue record. "corrupt": it was the copy in L3 that failed its checksum."""
+
+    transfer: int
+    failure: Failure
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """VerifyPage is done; `failure` None: the copy is whole."""
+
+    transfer: int
+    failure: Failure | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep these pages from being evicted, from any tier."""
+
+    ticket: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """End `Pin`."""
+
+    ticket: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop these pages from `tier` (None: from all of the node's)."""
+
+    ticket: int
+    keys: tuple[bytes, ...]
+    tier: TierName | None
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Drop and wipe all pages of a tenant (its digest; None: all tenants), pinned ones too."""
+
+    ticket: int
+    tenant: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Read every copy of these pages (None: of all) and check it."""
+
+    ticket: int
+    keys: tuple[bytes, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The node is about to stop: grant no more slots, write out what L4 lacks, its failed writes once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """The drain is over: start no more writes, persist what the catalogue keeps of the pages' use."""
+
+
+Event = (
+    FromWorker
+    | WorkerGone
+    | ReadDone
+    | ReadFailed
+    | WriteDone
+    | WriteFailed
+    | Verified
+    | Pin
+    | Unpin
+    | Evict
+    | Clear
+    | Verify
+    | Drain
+    | Quiesce
+)
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell a worker."""
+
+    worker: WorkerRef
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Hear this worker no more; it counts as alive until WorkerGone."""
+
+    worker: WorkerRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPage:
+    """L4 -> L3: fill slot `slot` from `place`. Answered by ReadDone or ReadFailed."""
+
+    transfer: int
+    place: Place
+    slot: int
+    key: PageKey
+    variant: str
+
+
+@dataclass(frozen=True, slots=True)
+class WritePage:
+    """L3 -> L4: check the page in slot `slot`, write it to `entry.place`, then put `entry` in the catalogue.
+
+    Answered by WriteDone or WriteFailed. Carried out in the order of all WritePage and CommitCatalogue commands.
+    """
+
+    transfer: int
+    slot: int
+    entry: CatalogueEntry
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPage:
+    """Check the copy in L3 slot `place` or L4 place `place`. Answered by Verified."""
+
+    transfer: int
+    tier: TierName
+    place: Place
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCatalogue:
+    """Put and drop catalogue records in L4."""
+
+    puts: tuple[CatalogueEntry, ...]
+    drops: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WipeSlots:
+    """Make L4 slots whose records are dropped unreadable for good; before anything is written there."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTenant:
+    """Nothing that the tenant (None: anyone) wrote to L4 before this may come back, from no old slot header either."""
+
+    tenant: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRoots:
+    """Persist the table of root fields, so that `explain` can name a difference after a restart."""
+
+    roots: tuple[tuple[bytes, dict[str, str]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of an admin call."""
+
+    ticket: int
+    results: tuple[tuple[bytes, Outcome], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the log and for `notes()`."""
+
+    text: str
+
+
+Command = (
+    Send
+    | Disconnect
+    | ReadPage
+    | WritePage
+    | VerifyPage
+    | CommitCatalogue
+    | WipeSlots
+    | ForgetTenant
+    | SaveRoots
+    | Answer
+    | Note
+)

@@ -1,0 +1,471 @@
+"""The Unix socket between a node's workers and its CacheNode: length-prefixed msgpack frames, and the slab's memfd.
+
+A connection's end tells the node that the worker touches the slab no more: the worker's kernel closes it after the
+process's last thread is gone, or the worker calls `NodeClient.close` when no copy is under way. So the node never
+closes a worker's connection first; it says that it hears no more (half-close) and waits for the other half.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvtier.tier.base import Place
+from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
+from kvtier.tier.host import HostTier
+from kvtier.tier.messages import Hello, Refused, ToNode, ToWorker, Welcome
+
+MAX_FRAME_BYTES = 4 * 2**20  # a Locate of 100,000 pages; anything longer is garbage
+MAX_UNSENT_BYTES = 16 * 2**20  # a peer that lets so much pile up is not reading
+MAX_CONNECTIONS = 1024
+MAX_PATH_BYTES = 107  # sun_path, without its zero
+_CHUNK_BYTES = 256 * 1024
+_CHUNKS_PER_POLL = 16
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+Heard = FromWorker | WorkerGone
+
+
+class NodeRefused(ConnectionError):
+    """The node can't serve this worker; the message says why."""
+
+
+class Garbage(Exception):
+    """What arrived is no frame of this protocol."""
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames and decodes them; holds at most one frame that isn't whole."""
+
+    def __init__(self, kind: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[object]:
+        """The messages completed by `chunk`. Raises Garbage."""
+        data = self._rest + chunk if self._rest else chunk
+        view = memoryview(data)
+        messages: list[object] = []
+        start = 0
+        while len(data) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data, start)
+            if length > MAX_FRAME_BYTES:
+                raise Garbage(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+            body = start + _LENGTH.size
+            if len(data) - body < length:
+                break
+            try:
+                messages.append(self._decoder.decode(view[body : body + length]))
+            except msgspec.MsgspecError as error:
+                raise Garbage(f"a frame that is no message ({error})") from error
+            start = body + length
+        self._rest = data[start:]
+        return messages
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the wire. ValueError when it is too long to be taken."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} are taken")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _check_path(path: str | Path) -> str:
+    name = os.fspath(path)
+    if len(os.fsencode(name)) > MAX_PATH_BYTES:
+        raise ValueError(f"socket path must have at most {MAX_PATH_BYTES} bytes, got {len(name)}: {name}")
+    return name
+
+
+# ---- the node's side -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    reader: FrameReader = field(default_factory=lambda: FrameReader(ToNode))
+    ref: WorkerRef | None = None
+    unsent: bytearray = field(default_factory=bytearray)
+    slab_fd: int | None = None  # rides along with the next bytes
+    is_ending: bool = False  # heard no more; half-closed when all is sent
+    is_half_closed: bool = False
+    writes: bool = False  # registered for writability
+
+
+class NodeServer:
+    """The listening socket and its connections. All methods but `wake` are for one thread, the node's loop.
+
+    Bytes that are no frames, or no messages, end their connection and leave a line in `notes`. So does a worker
+    that doesn't read: at most MAX_UNSENT_BYTES wait for it.
+    """
+
+    def __init__(self, path: str | Path, slab_fd: int | None) -> None:
+        """Listen at `path`, in a folder that only this user enters. OSError when that can't be."""
+        self.path = _check_path(path)
+        self.notes: deque[str] = deque(maxlen=64)
+        self._slab_fd = slab_fd
+        self._by_ref: dict[WorkerRef, _Connection] = {}
+        self._connections: dict[_Connection, None] = {}
+        self._to_flush: dict[_Connection, None] = {}
+        self._ended: list[Heard] = []
+        folder = os.path.dirname(self.path) or "."
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.chmod(folder, 0o700)
+        if os.path.lexists(self.path):
+            os.unlink(self.path)
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._listener.bind(self.path)
+            self._listener.listen(64)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        except BaseException:
+            self._close_own()
+            raise
+
+    def wake(self) -> None:
+        """Let `poll` return. From any thread, until `close`."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def poll(self, timeout_s: float | None) -> list[Heard]:
+        """Send what waits, then wait for workers to speak; returns at `wake`, at `timeout_s`, or with what they said."""
+        self.flush()
+        heard: list[Heard] = []
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            else:
+                connection: _Connection = key.data
+                if events & selectors.EVENT_READ:
+                    self._read(connection, heard)
+                if events & selectors.EVENT_WRITE and connection in self._connections:
+                    self._to_flush[connection] = None
+        heard.extend(self._ended)
+        self._ended = []
+        return heard
+
+    def send(self, worker: WorkerRef, message: ToWorker) -> None:
+        """Queue a message; `poll` and `flush` send. A worker that is gone hears nothing."""
+        connection = self._by_ref.get(worker)
+        if connection is None or connection.is_ending:
+            return
+        if isinstance(message, Welcome):
+            connection.slab_fd = self._slab_fd
+        connection.unsent += frame(message)
+        self._to_flush[connection] = None
+
+    def disconnect(self, worker: WorkerRef, reason: str) -> None:
+        """Hear the worker no more. WorkerGone comes when it has let go of its end."""
+        connection = self._by_ref.get(worker)
+        if connection is not None and not connection.is_ending:
+            self._end(connection, reason)
+
+    def flush(self) -> None:
+        """Send what the sockets take."""
+        connections, self._to_flush = self._to_flush, {}
+        for connection in connections:
+            if connection in self._connections:
+                self._write(connection)
+
+    def close(self) -> None:
+        """Close everything and remove the socket's name."""
+        self.flush()
+        for connection in list(self._connections):
+            connection.socket.close()
+        self._connections = {}
+        self._by_ref = {}
+        if os.path.lexists(self.path):
+            os.unlink(self.path)
+        self._close_own()
+
+    def _close_own(self) -> None:
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_fd)
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        _, uid, _ = _CREDENTIALS.unpack(
+            peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
+            self.notes.append(f"a connection of user {uid} to the cache's socket was refused")
+            peer.close()
+            return
+        peer.setblocking(False)
+        connection = _Connection(peer)
+        self._connections[connection] = None
+        self._selector.register(peer, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection, heard: list[Heard]) -> None:
+        for _ in range(_CHUNKS_PER_POLL):
+            try:
+                chunk = connection.socket.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                self._drop(connection)
+                return
+            if connection.is_ending:
+                continue
+            try:
+                for message in connection.reader.feed(chunk):
+                    self._take(connection, message, heard)
+            except Garbage as garbage:
+                self._end(connection, str(garbage))
+            if len(chunk) < _CHUNK_BYTES:
+                return
+
+    def _take(self, connection: _Connection, message: object, heard: list[Heard]) -> None:
+        if connection.is_ending:
+            return
+        if isinstance(message, Hello):
+            ref = WorkerRef(message.worker_id, message.incarnation)
+            if connection.ref is not None:
+                raise Garbage("a second Hello")
+            if ref in self._by_ref:
+                reason = f"worker {ref.worker_id} is connected with this incarnation already"
+                connection.unsent += frame(Refused(reason))
+                self._end(connection, reason)
+                return
+            connection.ref = ref
+            self._by_ref[ref] = connection
+        if connection.ref is None:
+            raise Garbage("a message before Hello")
+        heard.append(FromWorker(connection.ref, message))  # type: ignore[arg-type]  # the decoder's union
+
+    def _end(self, connection: _Connection, reason: str) -> None:
+        who = "a peer" if connection.ref is None else f"worker {connection.ref.worker_id}"
+        self.notes.append(f"{who} is disconnected from the cache: {reason}")
+        connection.is_ending = True
+        self._to_flush[connection] = None
+
+    def _write(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                if connection.slab_fd is not None:
+                    sent = socket.send_fds(connection.socket, [connection.unsent], [connection.slab_fd])
+                    connection.slab_fd = None
+                else:
+                    sent = connection.socket.send(connection.unsent)
+                del connection.unsent[:sent]
+        except BlockingIOError:
+            if len(connection.unsent) > MAX_UNSENT_BYTES:
+                if not connection.is_ending:
+                    self._end(connection, f"it left {len(connection.unsent)} bytes unread")
+                connection.unsent.clear()
+        except ConnectionError:
+            connection.unsent.clear()  # its end of the stream, read next, says the rest
+        if connection.is_ending and not connection.unsent and not connection.is_half_closed:
+            if connection.ref is None:
+                self._drop(connection)  # no worker yet: it never had a slot
+                return
+            connection.is_half_closed = True
+            try:
+                connection.socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # the other end is closed already
+        if bool(connection.unsent) != connection.writes:
+            connection.writes = bool(connection.unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writes else 0)
+            self._selector.modify(connection.socket, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.ref is not None:
+            del self._by_ref[connection.ref]
+            self._ended.append(WorkerGone(connection.ref))
+
+
+# ---- the worker's side -----------------------------------------------------------------------------------------
+
+
+class NodeClient:
+    """A worker's connection to its CacheNode, and its mapping of the slab.
+
+    `send` may be called from any thread and never waits for the node; messages arrive on the reader thread. When the
+    node goes away, or hears no more, `on_closed` is called there once; then call `close` as soon as no copy touches
+    the slab.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        welcome: Welcome,
+        slab: HostTier | None,
+        reader: FrameReader,
+        first: list[object],
+        on_message: Callable[[ToWorker], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self.welcome = welcome
+        self.slab = slab  # None when the node has no L3
+        self._socket = connection
+        self._reader = reader
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._lock = threading.Lock()  # guards _unsent and the order of sends; held for no more than a send
+        self._unsent = bytearray()
+        self._is_closing = False
+        self._is_closed = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(first,), name="node-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        path: str | Path,
+        hello: Hello,
+        on_message: Callable[[ToWorker], None],
+        on_closed: Callable[[], None],
+        *,
+        timeout_s: float = 10.0,
+    ) -> NodeClient:
+        """Say Hello and take the Welcome. Raises NodeRefused with the node's reason, else ConnectionError."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        reader = FrameReader(ToWorker)
+        fds: list[int] = []
+        try:
+            connection.settimeout(timeout_s)
+            try:
+                connection.connect(_check_path(path))
+                connection.sendall(frame(hello))
+                messages = cls._first_messages(connection, reader, fds)
+            except (OSError, Garbage) as error:
+                if isinstance(error, ConnectionError):
+                    raise
+                raise ConnectionError(f"no CacheNode answers at {path}: {error}") from error
+            welcome = messages[0]
+            if isinstance(welcome, Refused):
+                raise NodeRefused(welcome.reason)
+            if not isinstance(welcome, Welcome):
+                raise ConnectionError(f"the CacheNode at {path} answered {type(welcome).__name__} to Hello")
+            slab = None
+            if welcome.slab_bytes:
+                if not fds:
+                    raise ConnectionError(f"the CacheNode at {path} sent no slab")
+                slab = HostTier.attach(fds[0], welcome.slab_bytes, welcome.slot_bytes)
+            connection.setblocking(False)
+            return cls(connection, welcome, slab, reader, messages[1:], on_message, on_closed)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    @staticmethod
+    def _first_messages(connection: socket.socket, reader: FrameReader, fds: list[int]) -> list[object]:
+        while True:
+            chunk, received, _, _ = socket.recv_fds(connection, _CHUNK_BYTES, 1)
+            fds.extend(received)
+            if not chunk:
+                raise ConnectionError("the CacheNode closed the connection")
+            if messages := reader.feed(chunk):
+                return messages
+
+    def slot(self, slot: int) -> memoryview:
+        """The whole slot of the slab, header first. Only while a grant or a lease on it is held."""
+        if self.slab is None:
+            raise ValueError("the node has no L3")
+        return self.slab.slot(Place(0, slot))
+
+    def send(self, message: ToNode) -> None:
+        """Send, in order with other sends. Raises ConnectionError when the connection is over."""
+        data = frame(message)
+        with self._lock:
+            if self._is_closing:
+                raise ConnectionError("the connection to the CacheNode is closed")
+            sent = 0
+            if not self._unsent:
+                try:
+                    sent = self._socket.send(data)
+                except BlockingIOError:
+                    pass
+            if sent < len(data):
+                if len(self._unsent) > MAX_UNSENT_BYTES:
+                    raise ConnectionError(f"the CacheNode leaves {len(self._unsent)} bytes unread")
+                self._unsent += data[sent:]
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Unmap the slab, then tell the node so by closing the connection. Idempotent; no slot may be in use."""
+        with self._lock:
+            if self._is_closed:
+                return
+            has_ended, self._is_closing, self._is_closed = self._is_closing, True, True
+            if not has_ended:
+                os.eventfd_write(self._wake_fd, 1)  # after the flag: the reader looks at it once it is awake
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self.slab is not None:
+            self.slab.close()
+        self._socket.close()
+
+    def _run(self, first: list[object]) -> None:
+        try:
+            for message in first:
+                self._on_message(message)  # type: ignore[arg-type]  # the decoder's union
+            self._read_on()
+        finally:
+            with self._lock:
+                is_own = self._is_closed
+                self._is_closing = True
+                os.close(self._wake_fd)
+            if not is_own:
+                self._on_closed()
+
+    def _read_on(self) -> None:
+        """Read until the connection or this client ends; send what `send` couldn't."""
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            events = dict(poll.poll())
+            if self._wake_fd in events:
+                os.eventfd_read(self._wake_fd)
+            if self._is_closing:
+                return
+            fd = self._socket.fileno()
+            try:
+                if events.get(fd, 0) & ~select.POLLOUT:
+                    chunk = self._socket.recv(_CHUNK_BYTES)
+                    if not chunk:
+                        return
+                    for message in self._reader.feed(chunk):
+                        self._on_message(message)  # type: ignore[arg-type]  # the decoder's union
+                if self._is_closing:
+                    return
+                with self._lock:
+                    if self._unsent:
+                        del self._unsent[: self._socket.send(self._unsent)]
+                    poll.register(fd, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            except BlockingIOError:
+                poll.register(fd, select.POLLIN | select.POLLOUT)
+            except (ConnectionError, Garbage):
+                return

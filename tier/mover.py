@@ -1,0 +1,260 @@
+"""Moves pages between L3 and L4 as the coordinator orders, on a few threads, and answers with events. Decides nothing.
+
+Two threads read; one writes, and is the only one that touches LMDB's write side. A failed piece of I/O becomes an
+event, whatever the disk or the page's bytes did.
+"""
+
+# mypy: enable-error-code="exhaustive-match"
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from kvtier.tier.base import CatalogueEntry, Place
+from kvtier.tier.events import (
+    CommitCatalogue,
+    Event,
+    Failure,
+    ForgetTenant,
+    Note,
+    PageId,
+    ReadDone,
+    ReadFailed,
+    ReadPage,
+    SaveRoots,
+    Verified,
+    VerifyPage,
+    WipeSlots,
+    WriteDone,
+    WriteFailed,
+    WritePage,
+)
+from kvtier.tier.host import HostTier
+from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, PageKey, PageMissing, TierName, slot_bytes
+from kvtier.tier.ssd import SsdTier
+
+MAX_WRITES_PER_COMMIT = 16  # pages; a commit waits for the disk, so it is shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    done: Callable[[], None]
+
+
+Read = ReadPage | VerifyPage
+Write = WritePage | CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots
+
+
+class Mover:
+    """The threads that do a node's page I/O. `post` takes events from any of them; it must not block.
+
+    The owner keeps the tiers and closes them after `close`.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        ssd: SsdTier,
+        roots_path: Path,
+        post: Callable[[Sequence[Event | Note]], None],
+        num_readers: int = 2,
+    ) -> None:
+        self._host, self._ssd, self._roots_path = host, ssd, roots_path
+        self._post = post
+        self._to_read: SimpleQueue[Read | None] = SimpleQueue()
+        self._to_write: SimpleQueue[Write | _Barrier | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._read_on, name=f"l4-reader-{i}", daemon=True)
+            for i in range(num_readers)
+        ]
+        self._threads.append(threading.Thread(target=self._write_on, name="l4-writer", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, command: Read | Write) -> None:
+        """Carry out a command; writes in the order of their submission."""
+        match command:
+            case ReadPage() | VerifyPage():
+                self._to_read.put(command)
+            case WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | SaveRoots():
+                self._to_write.put(command)
+
+    def barrier(self, done: Callable[[], None]) -> None:
+        """Call `done`, on the writer's thread, when all writes submitted before are on the disk."""
+        self._to_write.put(_Barrier(done))
+
+    def close(self) -> None:
+        """Do what is queued, sync, and end the threads."""
+        for _ in self._threads[:-1]:
+            self._to_read.put(None)
+        self._to_write.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # ---- readers -----------------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        spare = mmap.mmap(-1, self._host.slot_bytes)
+        while (command := self._to_read.get()) is not None:
+            match command:
+                case ReadPage():
+                    self._post([self._read(command)])
+                case VerifyPage():
+                    if len(spare) < slot_bytes(command.envelope.payload_bytes):
+                        spare = mmap.mmap(-1, slot_bytes(command.envelope.payload_bytes))
+                    self._post([self._verify(command, spare)])
+
+    def _read(self, command: ReadPage) -> ReadDone | ReadFailed:
+        slot = self._host.slot(Place(0, command.slot))
+        try:
+            envelope = self._ssd.read(command.place, command.key, command.variant, slot)
+        except (OSError, PageCorrupt, PageMissing) as error:
+            return ReadFailed(command.transfer, _failure(error), str(error))
+        return ReadDone(command.transfer, envelope)
+
+    def _verify(self, command: VerifyPage, spare: mmap.mmap) -> Verified:
+        wanted = command.envelope
+        try:
+            if command.tier is TierName.HOST:
+                wanted.verify(self._payload(command.place.index, wanted))
+            else:
+                with memoryview(spare) as out:
+                    found = self._ssd.read(command.place, wanted.key, wanted.variant, out)
+                if found.checksum != wanted.checksum:
+                    raise PageCorrupt("the slot holds other bytes than the catalogue says")
+        except (OSError, PageCorrupt, PageMissing) as error:
+            return Verified(command.transfer, _failure(error), str(error))
+        return Verified(command.transfer, None)
+
+    def _payload(self, slot: int, envelope: Envelope) -> memoryview:
+        return self._host.slot(Place(0, slot))[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes]
+
+    # ---- the writer --------------------------------------------------------------------------------------------
+
+    def _write_on(self) -> None:
+        """One commit per round: the records of the pages written in the round before, and what is dropped now.
+
+        So a page's bytes are in its slot before its record is, and a dropped page's record is gone before its slot
+        is written again: a coordinator reuses the slot of a drop only in a write that it orders later.
+        """
+        written: list[WritePage] = []
+        while True:
+            batch, is_last = self._next_batch(wait=not written)
+            self._commit(written, [c for c in batch if isinstance(c, CommitCatalogue)])
+            written = []
+            for command in batch:
+                match command:
+                    case WritePage():
+                        if self._write(command):
+                            written.append(command)
+                    case WipeSlots():
+                        self._attempt("wiping L4 slots", partial(self._wipe, command.places))
+                    case ForgetTenant():
+                        self._attempt("clearing a tenant", partial(self._ssd.forget, command.tenant))
+                    case SaveRoots():
+                        self._attempt("saving identities", partial(self._save_roots, command.roots))
+                    case _Barrier():
+                        self._commit(written, ())
+                        written = []
+                        self._attempt("syncing L4", self._ssd.sync)
+                        command.done()
+                    case CommitCatalogue():
+                        pass  # committed above
+            if is_last:
+                self._commit(written, ())
+                self._attempt("syncing L4", self._ssd.sync)
+                return
+
+    def _next_batch(self, *, wait: bool) -> tuple[list[Write | _Barrier], bool]:
+        """What is queued, up to MAX_WRITES_PER_COMMIT pages; and whether the end was among it."""
+        batch: list[Write | _Barrier] = []
+        num_pages = 0
+        while num_pages < MAX_WRITES_PER_COMMIT:
+            try:
+                command = self._to_write.get(block=wait and not batch)
+            except Empty:
+                break
+            if command is None:
+                return batch, True
+            batch.append(command)
+            num_pages += isinstance(command, WritePage)
+        return batch, False
+
+    def _commit(self, written: Sequence[WritePage], commits: Iterable[CommitCatalogue]) -> None:
+        # Of one page the later order counts: a put of its uses, then its drop.
+        puts: dict[PageId, CatalogueEntry] = {
+            (c.entry.envelope.key, c.entry.envelope.variant): c.entry for c in written
+        }
+        drops: dict[PageId, None] = {}
+        for commit in commits:
+            for entry in commit.puts:
+                puts[entry.envelope.key, entry.envelope.variant] = entry
+            for page in commit.drops:
+                puts.pop(page, None)
+                drops[page] = None
+        if not puts and not drops:
+            return
+        dropped = [(PageKey(key), variant) for key, variant in drops]
+        events: list[Event | Note]
+        try:
+            self._ssd.commit(puts.values(), dropped)
+            events = [WriteDone(c.transfer) for c in written]
+        except OSError as error:
+            events = [WriteFailed(c.transfer, "io", str(error)) for c in written]
+            events.append(Note(f"L4's catalogue takes no records: {error}"))
+            if puts and dropped:  # a full catalogue takes drops still
+                self._attempt("dropping L4 records", partial(self._ssd.commit, (), dropped))
+        self._post(events)
+
+    def _write(self, command: WritePage) -> bool:
+        entry = command.entry
+        try:
+            self._ssd.write(entry.place, entry.envelope, self._payload(command.slot, entry.envelope))
+        except (OSError, PageCorrupt) as error:
+            self._post([WriteFailed(command.transfer, _failure(error), str(error))])
+            return False
+        return True
+
+    def _wipe(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._ssd.wipe(place)
+
+    def _save_roots(self, roots: Sequence[tuple[bytes, dict[str, str]]]) -> None:
+        new = self._roots_path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode({root.hex(): fields for root, fields in roots}))
+        os.replace(new, self._roots_path)
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        """Do what nothing waits for; a disk that refuses leaves a note."""
+        try:
+            action()
+        except OSError as error:
+            self._post([Note(f"{what} failed: {error}")])
+
+
+def load_roots(path: Path) -> list[tuple[bytes, dict[str, str]]]:
+    """The table that SaveRoots wrote; empty when there is none or it can't be read: it only explains misses."""
+    try:
+        table = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
+        return [(bytes.fromhex(root), fields) for root, fields in table.items()]
+    except (OSError, ValueError):
+        return []
+
+
+def _failure(error: OSError | PageCorrupt | PageMissing) -> Failure:
+    match error:
+        case PageCorrupt():
+            return "corrupt"
+        case PageMissing():
+            return "missing"
+        case OSError():
+            return "io"

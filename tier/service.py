@@ -1,0 +1,392 @@
+"""The cache of one node, running: glues the socket, the coordinator, the mover and the tiers together.
+
+One thread, the loop, owns the coordinator and the socket; it blocks while nothing happens. All else reaches it through
+its inbox. Performs no decision that the coordinator could take.
+"""
+
+# mypy: enable-error-code="exhaustive-match"
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.coordinator import Coordinator
+from kvtier.tier.events import (
+    Answer,
+    Clear,
+    Command,
+    CommitCatalogue,
+    Disconnect,
+    Drain,
+    Event,
+    Evict,
+    ForgetTenant,
+    Note,
+    Pin,
+    Quiesce,
+    ReadPage,
+    SaveRoots,
+    Send,
+    Unpin,
+    Verify,
+    VerifyPage,
+    WipeSlots,
+    WritePage,
+)
+from kvtier.tier.host import HostTier
+from kvtier.tier.identity import tenant_digest
+from kvtier.tier.ipc import NodeServer
+from kvtier.tier.mover import Mover, load_roots
+from kvtier.tier.page import TierName, slot_bytes
+from kvtier.tier.ssd import SsdTier, open_ssd
+from kvtier.tier.stats import Snapshot
+
+log = logging.getLogger(__name__)
+
+MIN_SLOTS = 2  # one to come up, one to go down; with less the tier is off
+MAX_NOTES = 256
+CALL_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+Results = tuple[tuple[bytes, Outcome], ...]
+
+
+class ServiceStopped(RuntimeError):
+    """The service doesn't run: not started, stopped, or failed; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something another thread has the loop do; `fail` tells its caller that it won't be."""
+
+    do: Callable[[], None]
+    fail: Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    future: Future[Results]
+    durable: bool  # answered when its writes are on the disk
+
+
+class CacheService:
+    """A node's L3 and L4, served to its workers over `socket_path`. Its methods may be called from any thread.
+
+    `payload_bytes` is the size of all pages in L3. `l3_bytes` with room for fewer than two pages turns L3 off, and
+    with it the way to L4; `l4_bytes` 0 turns L4 off. Starting raises ValueError for sizes or paths that can't be, and
+    OSError when the L4 folder or the socket can't be opened; a damaged L4 is healed and noted.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        socket_path: str | Path,
+        payload_bytes: int,
+        l3_bytes: int,
+        l4_path: str | Path,
+        l4_bytes: int,
+        l4_store: Literal["slab", "lmdb"] = "slab",
+    ) -> None:
+        self.node_id = node_id
+        self.incarnation = uuid.uuid4().hex
+        self._socket_path = Path(socket_path)
+        self._payload_bytes = payload_bytes
+        self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
+        self._l4_store: Literal["slab", "lmdb"] = l4_store
+        self._inbox: deque[Event | Note | _Call] = deque()
+        # Guards the life of the loop against callers: a call is taken only while the loop will still answer it.
+        self._lock = threading.Lock()
+        self._state = "not started"
+        self._notes: deque[str] = deque(maxlen=MAX_NOTES)
+        self._tickets: dict[int, _Ticket] = {}
+        self._last_ticket = 0
+        self._drain_until: float | None = None
+        self._is_quiescing = False
+        self._host: HostTier | None = None
+        self._ssd: SsdTier | None = None
+        self._mover: Mover | None = None
+        self._server: NodeServer | None = None
+        self._coordinator: Coordinator
+        self._thread: threading.Thread
+
+    def start(self) -> None:
+        """Open the tiers and serve. When it raises, nothing is left open."""
+        assert self._state == "not started"
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        self._state = "running"
+        self._thread = threading.Thread(target=self._run, name="cache-loop", daemon=True)
+        self._thread.start()
+
+    def stop(self, drain_s: float = 30.0) -> None:
+        """Write pages that only L3 holds to L4, for at most `drain_s`, and close everything. Idempotent."""
+        with self._lock:
+            if self._state == "running":
+                self._append(_Call(lambda: self._begin_drain(drain_s), lambda error: None))
+                self._state = "stopped"
+        if self._state != "not started":
+            self._thread.join()
+
+    # ---- admin -------------------------------------------------------------------------------------------------
+
+    def health(self) -> str | None:
+        """None when all is well, else what isn't, in one line."""
+        return None if self._state == "running" else f"the cache of node {self.node_id} is {self._state}"
+
+    def stats(self) -> Snapshot:
+        """The counters of L3 and L4."""
+        return self._ask(lambda: self._coordinator.snapshot())
+
+    def pages(
+        self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
+    ) -> list[PageInfo]:
+        """Copies of a tenant's pages (None: of all tenants) in a tier (None: in L3 and L4), at most `limit`."""
+        digest = None if tenant is None else tenant_digest(tenant)
+        return self._ask(lambda: self._coordinator.pages(digest, tier, limit, time.monotonic()))
+
+    def pin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Keep pages from being evicted until `unpin`, or the node's restart. REJECTED past the bound."""
+        wanted = tuple(keys)
+        return self._verb(lambda ticket: Pin(ticket, wanted))
+
+    def unpin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
+        """End `pin`."""
+        wanted = tuple(keys)
+        return self._verb(lambda ticket: Unpin(ticket, wanted))
+
+    def evict(self, keys: Iterable[bytes], tier: TierName | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop pages from L3, from L4, or (None) from both."""
+        wanted = tuple(keys)
+        return self._verb(lambda ticket: Evict(ticket, wanted, tier))
+
+    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop and wipe all pages of a tenant (None: of all). On the disk when it returns, DEFERRED ones aside."""
+        digest = None if tenant is None else tenant_digest(tenant)
+        return self._verb(lambda ticket: Clear(ticket, digest), durable=True)
+
+    def verify(
+        self, keys: Iterable[bytes] | None = None, timeout_s: float | None = None
+    ) -> list[tuple[bytes, Outcome]]:
+        """Check every copy of these pages (None: of all): ACCEPTED whole, CLIPPED one copy was bad and is dropped,
+        MISSING none is left."""
+        wanted = None if keys is None else tuple(keys)
+        return self._verb(lambda ticket: Verify(ticket, wanted), timeout_s=timeout_s)
+
+    def idle(self) -> bool:
+        """Nothing is in flight, and nothing is leased (pins and workers' stocks aside)."""
+        return self._ask(lambda: self._coordinator.is_idle)
+
+    def check(self) -> None:
+        """Re-derive every counter; AssertionError says what doesn't hold."""
+        self._ask(self._check)
+
+    def notes(self) -> list[str]:
+        """The latest one-line notices, such as a healed catalogue; the latest last."""
+        return list(self._notes)
+
+    # ---- calls from other threads ------------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(question())
+            except AssertionError as error:  # of `check`: the asker's to handle
+                future.set_exception(error)
+
+        self._put(_Call(answer, future.set_exception))
+        return future.result(CALL_TIMEOUT_S)
+
+    def _verb(
+        self, make: Callable[[int], Event], *, durable: bool = False, timeout_s: float | None = CALL_TIMEOUT_S
+    ) -> list[tuple[bytes, Outcome]]:
+        future: Future[Results] = Future()
+
+        def ask() -> None:
+            self._last_ticket += 1
+            self._tickets[self._last_ticket] = _Ticket(future, durable)
+            self._handle(make(self._last_ticket))
+
+        self._put(_Call(ask, future.set_exception))
+        return list(future.result(timeout_s))
+
+    def _put(self, call: _Call) -> None:
+        with self._lock:
+            if self._state != "running":
+                raise ServiceStopped(f"the cache of node {self.node_id} is {self._state}")
+            self._append(call)
+
+    def _append(self, *items: Event | Note | _Call) -> None:
+        """From any thread; those of the mover end before the server is closed."""
+        self._inbox.extend(items)
+        if self._server is not None:
+            self._server.wake()
+
+    def _post(self, events: Sequence[Event | Note]) -> None:
+        self._append(*events)
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._server is not None
+        try:
+            while not self._is_over():
+                for event in self._server.poll(self._patience_s()):
+                    self._handle(event)
+                while self._inbox:
+                    self._take_inbox(self._server)
+                while self._server.notes:
+                    self._note(self._server.notes.popleft())
+        except BaseException as error:
+            self._note(f"the cache of node {self.node_id} fails: {error!r}")
+            raise
+        finally:
+            self._end()
+
+    def _take_inbox(self, server: NodeServer) -> None:
+        # What a worker sent before an admin call was made is heard before the call: nothing is stored behind a clear.
+        num_items = len(self._inbox)
+        if any(isinstance(item, _Call) for item in self._inbox):
+            for event in server.poll(0):
+                self._handle(event)
+        for _ in range(num_items):
+            item = self._inbox.popleft()
+            if isinstance(item, Note):
+                self._note(item.text)
+            elif isinstance(item, _Call):
+                self._call(item)
+            else:
+                self._handle(item)
+
+    def _call(self, call: _Call) -> None:
+        try:
+            call.do()
+        except BaseException as error:
+            call.fail(error)
+            raise
+
+    def _handle(self, event: Event) -> None:
+        for command in self._coordinator.handle(event, time.monotonic()):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send():
+                assert self._server is not None
+                self._server.send(command.worker, command.message)
+            case Disconnect():
+                assert self._server is not None
+                self._server.disconnect(command.worker, command.reason)
+            case ReadPage() | WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | VerifyPage():
+                assert self._mover is not None
+                self._mover.submit(command)
+            case SaveRoots():
+                if self._mover is not None:
+                    self._mover.submit(command)
+            case Answer():
+                self._answer(self._tickets.pop(command.ticket), command.results)
+            case Note():
+                self._note(command.text)
+
+    def _answer(self, ticket: _Ticket, results: Results) -> None:
+        if ticket.durable and self._mover is not None:
+            self._mover.barrier(lambda: ticket.future.set_result(results))
+        else:
+            ticket.future.set_result(results)
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        log.warning("%s", text)
+
+    def _check(self) -> None:
+        self._coordinator.check()
+        if self._ssd is not None:
+            self._ssd.allocator.check()
+
+    def _begin_drain(self, drain_s: float) -> None:
+        self._drain_until = time.monotonic() + drain_s
+        self._handle(Drain())
+
+    def _is_over(self) -> bool:
+        """Drained, or out of time for it; either way no write is left in the middle."""
+        if self._drain_until is not None and (
+            self._coordinator.is_written or time.monotonic() >= self._drain_until
+        ):
+            self._drain_until = None
+            self._is_quiescing = True
+            self._handle(Quiesce())
+        return self._is_quiescing and self._coordinator.is_written
+
+    def _patience_s(self) -> float | None:
+        return None if self._drain_until is None else max(0.0, self._drain_until - time.monotonic())
+
+    # ---- opening and closing -----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        size = slot_bytes(self._payload_bytes)
+        num_slots = self._l3_bytes // size
+        if num_slots >= MIN_SLOTS:
+            self._host = HostTier(self._l3_bytes, size)
+        elif self._l3_bytes or self._l4_bytes:
+            self._note(
+                f"L3 is off: {self._l3_bytes} bytes hold fewer than {MIN_SLOTS} pages of {size}; so L4 is out of reach"
+            )
+        roots_path = self._l4_path / "roots.json"
+        if self._l4_bytes and self._host is not None:
+            self._ssd = open_ssd(self._l4_path, self._l4_bytes, self._l4_store, size)
+            for note in self._ssd.notes:
+                self._note(note)
+            self._mover = Mover(self._host, self._ssd, roots_path, self._post)
+        now = time.monotonic()
+        self._coordinator = Coordinator(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            payload_bytes=self._payload_bytes,
+            num_slots=0 if self._host is None else num_slots,
+            ssd=None if self._ssd is None else self._ssd.allocator,
+            recovered=() if self._ssd is None else self._ssd.recovered,
+            roots=() if self._ssd is None else load_roots(roots_path),
+            wall_offset_s=time.time() - now,
+            now=now,
+        )
+        self._server = NodeServer(self._socket_path, None if self._host is None else self._host.fd)
+
+    def _end(self) -> None:
+        """The loop is over: no call is taken from here on, and those not answered are told."""
+        with self._lock:
+            if self._state == "running":
+                self._state = "failed"
+        self._close()
+        stopped = ServiceStopped(f"the cache of node {self.node_id} is {self._state}")
+        for ticket in self._tickets.values():
+            ticket.future.set_exception(stopped)
+        self._tickets = {}
+        for item in self._inbox:
+            if isinstance(item, _Call):
+                item.fail(stopped)
+        self._inbox.clear()
+
+    def _close(self) -> None:
+        """The mover first: it posts to the server's wake, and uses the tiers."""
+        if self._mover is not None:
+            self._mover.close()
+        if self._server is not None:
+            self._server.close()
+        if self._ssd is not None:
+            self._ssd.close()
+        if self._host is not None:
+            self._host.close()

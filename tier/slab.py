@@ -1,0 +1,333 @@
+"""Slab files: preallocated files cut in page slots, read and written with O_DIRECT. Knows slots, not catalogues.
+
+A segment is one file. Its name carries its slot size, so that a rebuild can find the slots of a file whose catalogue
+is lost. A slot's header repeats the page's identity (the envelope) and a stamp: the era in which it was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvtier.tier.base import Place
+from kvtier.tier.page import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    PACKED_ENVELOPE_BYTES,
+    Buffer,
+    Envelope,
+    PageCorrupt,
+    PageMissing,
+    slot_bytes,
+)
+
+_NAME = re.compile(r"slab-(\d{5})\.(\d+)")
+_STAMP = struct.Struct("<4sQ")  # magic, era
+_STAMP_MAGIC = b"KVS1"
+_STAMPED_BYTES = PACKED_ENVELOPE_BYTES + _STAMP.size + 8
+assert _STAMPED_BYTES <= HEADER_BYTES
+_SCAN_BYTES = 2 * 2**20  # of one read of a scan: enough for the disk's full speed
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """A page found whole in a slab file, without a catalogue."""
+
+    envelope: Envelope
+    place: Place
+    slot_bytes: int
+    era: int
+    modified_s: float  # when its file was last written, wall clock
+
+
+@dataclass(slots=True)
+class _Segment:
+    fd: int
+    slot_bytes: int
+    is_allocated: bool = False
+
+
+class SlabFiles:
+    """The slab files of one folder, `num_segments` of `segment_bytes`, each made when it is first written.
+
+    Different slots may be used from different threads at once. `era` goes into the stamp of each slot written; its
+    owner raises it.
+    """
+
+    def __init__(self, folder: Path, num_segments: int, segment_bytes: int, era: int) -> None:
+        """Take over the files there are; those past `num_segments` are deleted."""
+        self.era = era
+        self._folder = folder
+        self._num_segments = num_segments
+        self._segment_bytes = segment_bytes
+        self.direct = _takes_direct_io(folder)
+        self._segments: dict[int, _Segment] = {}
+        self._lock = threading.Lock()  # guards making, opening and renaming files; never held during page I/O
+        self._edges: deque[mmap.mmap] = deque()  # spare buffers for headers and tails, one per thread at work
+        self._names: dict[int, str] = {}
+        self._found_bytes: dict[int, int] = {}  # sizes of the files as they were found
+        for name in sorted(os.listdir(folder)):
+            if match := _NAME.fullmatch(name):
+                segment = int(match[1])
+                size = os.stat(folder / name).st_size
+                if segment >= num_segments or segment in self._names or size > segment_bytes:
+                    os.unlink(folder / name)
+                else:
+                    self._names[segment] = name
+                    self._found_bytes[segment] = size
+
+    @staticmethod
+    def delete_all(folder: Path) -> int:
+        """Delete all slab files of a folder; how many there were."""
+        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+        for name in names:
+            os.unlink(folder / name)
+        return len(names)
+
+    def holds(self, place: Place, size: int) -> bool:
+        """Whether a slot of `size` bytes lies whole in the files as they were found."""
+        name = self._names.get(place.segment)
+        return (
+            name is not None
+            and _slot_bytes_of(name) == size
+            and (place.index + 1) * size <= self._found_bytes[place.segment]
+        )
+
+    def write(self, place: Place, envelope: Envelope, payload: Buffer) -> None:
+        """One write of header and payload. An aligned payload (an L3 slot's) goes to the disk from where it lies."""
+        size = slot_bytes(envelope.payload_bytes)
+        segment = self._for_writing(place.segment, size)
+        offset = self._offset(place, size)
+        whole = len(payload) // ALIGN_BYTES * ALIGN_BYTES
+        edges = self._take_edges()
+        try:
+            edges[:_STAMPED_BYTES] = _stamped(envelope, self.era)
+            view = memoryview(edges)
+            pieces: list[Buffer] = [view[:HEADER_BYTES]]
+            if whole:
+                pieces.append(memoryview(payload)[:whole])
+            if rest := len(payload) - whole:
+                edges[HEADER_BYTES : HEADER_BYTES + rest] = bytes(payload[whole:])
+                edges[HEADER_BYTES + rest :] = bytes(ALIGN_BYTES - rest)
+                pieces.append(view[HEADER_BYTES:])
+            self._write(segment.fd, pieces, offset, size)
+        finally:
+            self._edges.append(edges)
+
+    def read(self, place: Place, out: memoryview) -> None:
+        """Read a whole slot into `out`, which is at least as large. An aligned `out` is filled by the disk itself.
+
+        Raises PageMissing where nothing was ever written, PageCorrupt where the file ends early.
+        """
+        segment = self._for_reading(place.segment)
+        size = segment.slot_bytes
+        if len(out) < size:
+            raise ValueError(f"out has {len(out)} bytes, the slot {size}")
+        got = self._read(segment.fd, out[:size], self._offset(place, size))
+        if got != size:
+            raise PageCorrupt(f"slab file {place.segment} ends inside slot {place.index}")
+
+    def wipe(self, place: Place) -> None:
+        """Zero the slot's header; a slot of a file that isn't there has none."""
+        try:
+            segment = self._for_reading(place.segment)
+        except PageMissing:
+            return
+        edges = self._take_edges()
+        try:
+            edges[:HEADER_BYTES] = bytes(HEADER_BYTES)
+            offset = self._offset(place, segment.slot_bytes)
+            self._write(segment.fd, [memoryview(edges)[:HEADER_BYTES]], offset, HEADER_BYTES)
+        finally:
+            self._edges.append(edges)
+
+    def scan(self) -> Iterator[FoundPage]:
+        """Every page that lies whole in the files as they were found: envelope, stamp and checksum are right.
+
+        What the disk refuses to read counts as no page.
+        """
+        for number in sorted(self._names):
+            segment = self._for_reading(number)
+            size = segment.slot_bytes
+            modified_s = os.fstat(segment.fd).st_mtime
+            slots_per_read = max(1, _SCAN_BYTES // size)
+            num_slots = self._found_bytes[number] // size
+            with mmap.mmap(-1, slots_per_read * size) as buffer, memoryview(buffer) as out:
+                for first in range(0, num_slots, slots_per_read):
+                    count = min(slots_per_read, num_slots - first)
+                    try:
+                        got = self._read(segment.fd, out[: count * size], first * size)
+                    except OSError:
+                        continue
+                    for index in range(got // size):
+                        with out[index * size : (index + 1) * size] as slot:
+                            page = _whole_page(slot)
+                        if page is not None:
+                            yield FoundPage(page[0], Place(number, first + index), size, page[1], modified_s)
+
+    def sync(self) -> None:
+        """Have the disk's own cache written out."""
+        with self._lock:
+            fds = [segment.fd for segment in self._segments.values()]
+        for fd in fds:
+            os.fdatasync(fd)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        with self._lock:
+            for segment in self._segments.values():
+                os.close(segment.fd)
+            self._segments.clear()
+            self._names.clear()
+
+    def _offset(self, place: Place, size: int) -> int:
+        if place.index < 0 or (place.index + 1) * size > self._segment_bytes:
+            raise IndexError(f"{place} is past a segment of {self._segment_bytes} bytes in slots of {size}")
+        return place.index * size
+
+    def _take_edges(self) -> mmap.mmap:
+        try:
+            return self._edges.pop()
+        except IndexError:
+            return mmap.mmap(-1, HEADER_BYTES + ALIGN_BYTES)
+
+    def _for_reading(self, number: int) -> _Segment:
+        segment = self._segments.get(number)
+        if segment is not None:
+            return segment
+        with self._lock:
+            if number in self._segments:
+                return self._segments[number]
+            name = self._names.get(number)
+            if name is None:
+                raise PageMissing(f"slab file {number} isn't there")
+            return self._open(number, name)
+
+    def _for_writing(self, number: int, size: int) -> _Segment:
+        """The segment, in slots of `size`: its owner gives a segment another size only when all its slots are free."""
+        segment = self._segments.get(number)
+        if segment is not None and segment.slot_bytes == size and segment.is_allocated:
+            return segment
+        if not 0 <= number < self._num_segments:
+            raise IndexError(f"segment {number} is past the {self._num_segments} there are")
+        with self._lock:
+            name = f"slab-{number:05d}.{size}"
+            if (old := self._names.get(number)) not in (None, name):
+                os.rename(self._folder / str(old), self._folder / name)
+                self._names[number] = name
+                sync_folder(self._folder)
+            if (segment := self._segments.get(number)) is None:
+                segment = self._open(number, name)
+            segment.slot_bytes = size
+            os.posix_fallocate(segment.fd, 0, self._segment_bytes)
+            segment.is_allocated = True
+            return segment
+
+    def _open(self, number: int, name: str) -> _Segment:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        fd = os.open(self._folder / name, flags, 0o600)
+        self._names[number] = name
+        self._segments[number] = segment = _Segment(fd, _slot_bytes_of(name))
+        return segment
+
+    def _write(self, fd: int, pieces: list[Buffer], offset: int, size: int) -> None:
+        try:
+            written = os.pwritev(fd, pieces, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            # The payload isn't aligned (it is no slot): through a buffer that is.
+            with mmap.mmap(-1, size) as buffer:
+                at = 0
+                for piece in pieces:
+                    buffer[at : at + len(piece)] = piece
+                    at += len(piece)
+                written = os.pwrite(fd, buffer, offset)
+        if written != size:
+            raise OSError(errno.EIO, f"wrote {written} bytes of {size}")
+        if not self.direct:
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def _read(self, fd: int, out: memoryview, offset: int) -> int:
+        try:
+            got = os.preadv(fd, [out], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            with mmap.mmap(-1, len(out)) as buffer:
+                got = os.preadv(fd, [buffer], offset)
+                out[:got] = buffer[:got]
+        if not self.direct:
+            os.posix_fadvise(fd, offset, len(out), os.POSIX_FADV_DONTNEED)
+        return got
+
+
+def _slot_bytes_of(name: str) -> int:
+    return int(name.rpartition(".")[2])
+
+
+def _stamped(envelope: Envelope, era: int) -> bytes:
+    head = envelope.pack() + _STAMP.pack(_STAMP_MAGIC, era)
+    return head + xxhash.xxh3_64(head).digest()
+
+
+def _unstamp(header: memoryview) -> tuple[Envelope, int]:
+    head = bytes(header[: _STAMPED_BYTES - 8])
+    magic, era = _STAMP.unpack_from(head, PACKED_ENVELOPE_BYTES)
+    if magic != _STAMP_MAGIC or bytes(header[len(head) : _STAMPED_BYTES]) != xxhash.xxh3_64(head).digest():
+        raise PageCorrupt("stamp differs")
+    return Envelope.unpack(head), int(era)
+
+
+def _whole_page(slot: memoryview) -> tuple[Envelope, int] | None:
+    """Envelope and era of the page in a slot, when all of it is right."""
+    try:
+        envelope, era = _unstamp(slot)
+        if slot_bytes(envelope.payload_bytes) != len(slot):
+            return None
+        with slot[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes] as payload:
+            envelope.verify(payload)
+    except PageCorrupt:
+        return None
+    return envelope, era
+
+
+def _takes_direct_io(folder: Path) -> bool:
+    """Whether files here take O_DIRECT in 4 KiB units; file systems in memory and on networks may not."""
+    path = folder / "probe.tmp"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    try:
+        with mmap.mmap(-1, ALIGN_BYTES) as buffer:
+            return os.pwrite(fd, buffer, 0) == ALIGN_BYTES and os.preadv(fd, [buffer], 0) == ALIGN_BYTES
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names made, changed or deleted in a folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,120 @@
+"""Counters of tiers and requests, and how they add up over workers and nodes. Pure; the numbers users read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvtier.tier.page import TierName
+
+LATENCY_SAMPLES = 1024  # of the latest loads, for the percentiles
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """One tier's numbers, as its owner counts them. Loads are seconds, kept for percentiles."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    pages: int = 0
+    lookups_tokens: int = 0
+    hit_tokens: int = 0
+    promoted_pages: int = 0  # pages that came up into this tier
+    demoted_pages: int = 0  # pages that came down into this tier
+    evicted_pages: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    corrupt_pages: int = 0
+    loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_SAMPLES))
+
+    def add(self, other: TierCounters) -> None:
+        """Add another owner's numbers of the same tier."""
+        for f in fields(self):
+            if f.name == "loads_s":
+                self.loads_s.extend(other.loads_s)
+            else:
+                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+    def to_json(self) -> dict[str, Any]:
+        """The tier's object in `kvtier stats --json`."""
+        loads = sorted(self.loads_s)
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "used_bytes": self.used_bytes,
+            "pages": self.pages,
+            "lookups_tokens": self.lookups_tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": self.hit_tokens / self.lookups_tokens if self.lookups_tokens else 0.0,
+            "promoted_pages": self.promoted_pages,
+            "demoted_pages": self.demoted_pages,
+            "evicted_pages": self.evicted_pages,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "load_ms_p50": _percentile_ms(loads, 0.50),
+            "load_ms_p99": _percentile_ms(loads, 0.99),
+            "corrupt_pages": self.corrupt_pages,
+        }
+
+
+def _percentile_ms(ordered: list[float], share: float) -> float:
+    if not ordered:
+        return 0.0
+    return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Prompt tokens over all requests; a request counts once, at its first token."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    aborted_prompt_tokens: int = 0  # of requests that ended before a first token
+    used_page_tokens: int = 0  # filled tokens of the L1 pages held
+    held_page_tokens: int = 0  # tokens those pages could hold
+
+    def add(self, other: RequestTotals) -> None:
+        """Add another worker's totals."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+    def to_json(self) -> dict[str, Any]:
+        """The totals in `kvtier stats --json`."""
+        return {
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "computed_tokens": self.computed_tokens,
+            "cached_tokens": self.cached_tokens,
+            "aborted_prompt_tokens": self.aborted_prompt_tokens,
+            "page_fill": self.used_page_tokens / self.held_page_tokens if self.held_page_tokens else 1.0,
+        }
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one owner (a worker or a CacheNode) counts: its tiers' numbers, a worker also its requests'."""
+
+    tiers: dict[TierName, TierCounters] = field(default_factory=dict)
+    totals: RequestTotals = field(default_factory=RequestTotals)
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One snapshot that adds all up; has every tier, absent ones as zeros."""
+    total = Snapshot(tiers={name: TierCounters() for name in TierName})
+    for one in snapshots:
+        for name, counters in one.tiers.items():
+            total.tiers[name].add(counters)
+        total.totals.add(one.totals)
+    return total
+
+
+def to_json(snapshot: Snapshot) -> dict[str, Any]:
+    """The object of `kvtier stats --json`: one object per tier, and the totals beside them."""
+    full = merge([snapshot])
+    return {
+        "tiers": {name.value: full.tiers[name].to_json() for name in TierName},
+        **full.totals.to_json(),
+    }

@@ -1,0 +1,208 @@
+"""The Ray actor around a decode worker: loads the model, carries outputs to the gateway. Holds no logic of its own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from typing import Literal
+
+import psutil
+import ray
+
+from kvtier.kernels.memory import raise_malloc_thresholds
+from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.identity import tenant_salt
+from kvtier.tier.page import TierName
+from kvtier.tier.stats import Snapshot
+from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo
+from kvtier.workers.outputs import OutputSender
+from kvtier.workers.runner import load_runner
+from kvtier.workers.worker import DecodeWorker
+
+log = logging.getLogger(__name__)
+
+CALLS_AT_ONCE = 16  # threads of the actor; they only wait for the step loop
+# Threads of a finished parallel region sleep rather than spin: the copy threads need the cores.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Outbox:
+    """Where the step loop's outputs go: the gateway's connection, once there is one.
+
+    Outputs that can't be delivered cancel their requests: nobody reads them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _sender: set by an actor thread, used by the step loop
+        self._sender: OutputSender | None = None
+        self._worker: DecodeWorker | None = None
+
+    def connect(self, worker: DecodeWorker, sender: OutputSender) -> None:
+        """From now on outputs go there."""
+        with self._lock:
+            old, self._sender, self._worker = self._sender, sender, worker
+        if old is not None:
+            old.close()
+
+    def __call__(self, outputs: list[Output]) -> None:
+        """Send one step's outputs."""
+        with self._lock:
+            sender = self._sender
+        if sender is not None:
+            try:
+                sender.send(outputs)
+                return
+            except OSError as error:
+                log.error("the gateway takes no outputs any more: %s", error)
+                self.close(sender)
+        for request_id in {output.request_id for output in outputs if output.finish_reason is None}:
+            if self._worker is not None:
+                self._worker.cancel(request_id)
+
+    def close(self, sender: OutputSender | None = None) -> None:
+        """Let the connection go, if it is (still) this one."""
+        with self._lock:
+            old = self._sender
+            if old is None or (sender is not None and old is not sender):
+                return
+            self._sender = None
+        old.close()
+
+
+class DecodeWorkerProcess:
+    """What the actor's process runs; `DecodeWorkerActor` is this class as a Ray actor.
+
+    `tenants` maps names to the salts of the configuration, `load` is its cache.load. `threads` 0: the physical cores.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        node_id: str,
+        socket_path: str | None,
+        model_path: str,
+        tenants: dict[str, str],
+        dtype: str,
+        page_tokens: int,
+        l1_bytes: int,
+        numerics: str = "auto",
+        forward: str = "auto",
+        threads: int = 0,
+        max_context: int = 0,
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 64,
+        max_waiting: int = 1024,
+        load: Literal["auto", "always"] = "auto",
+        load_deadline_ms: float = 2000.0,
+        epoch: int = 0,
+    ) -> None:
+        raise_malloc_thresholds()
+        runner = load_runner(
+            model_path,
+            dtype=dtype,
+            page_tokens=page_tokens,
+            l1_bytes=l1_bytes,
+            numerics=numerics,
+            forward=forward,
+            threads=threads or psutil.cpu_count(logical=False) or 1,
+            max_context=max_context,
+            max_batch_tokens=max_batch_tokens,
+            epoch=epoch,
+        )
+        self._outbox = Outbox()
+        self._worker = DecodeWorker(
+            runner,
+            worker_id=worker_id,
+            node_id=node_id,
+            socket_path=socket_path,
+            tenants={name: tenant_salt(name, salt) for name, salt in tenants.items()},
+            sink=self._outbox,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            always_load=load == "always",
+            load_deadline_ms=load_deadline_ms,
+            tokenizer_digest=runner.tokenizer_digest,
+        )
+        self._worker.start()
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections in the middle of a step need not look at it
+
+    def connect_gateway(self, address: str, secret: bytes) -> None:
+        """Send all outputs to the gateway at HOST:PORT from now on. Raises OSError."""
+        sender = OutputSender.connect(address, secret, self._worker.worker_id)
+        self._outbox.connect(self._worker, sender)
+
+    def submit(self, request: EngineRequest) -> None:
+        """See DecodeWorker.submit."""
+        self._worker.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """See DecodeWorker.cancel."""
+        self._worker.cancel(request_id)
+
+    def info(self) -> WorkerInfo:
+        """What this worker serves."""
+        return self._worker.info()
+
+    def health(self) -> str | None:
+        """None when the worker is well, else what is wrong."""
+        if self._worker.is_healthy():
+            return None
+        return self._worker.error or "the step loop has ended"
+
+    def stats(self) -> Snapshot:
+        """This worker's counters."""
+        return self._worker.stats()
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Where a request's prompt was found; None when it isn't remembered."""
+        return self._worker.explain(request_id)
+
+    def pages(
+        self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
+    ) -> list[PageInfo]:
+        """Cached pages in L1."""
+        return self._worker.pages(tenant, tier, limit)
+
+    def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Keep pages in L1."""
+        return self._worker.pin(keys)
+
+    def unpin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Undo `pin`."""
+        return self._worker.unpin(keys)
+
+    def evict(self, keys: list[bytes], tier: TierName | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop pages from L1; all are MISSING for another tier."""
+        if tier not in (None, TierName.HBM):
+            return [(key, Outcome.MISSING) for key in keys]
+        return self._worker.evict(keys)
+
+    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop a tenant's pages from L1, or everybody's."""
+        return self._worker.clear(tenant)
+
+    def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
+        """Check pages in L1 against their checksums."""
+        return self._worker.verify(keys)
+
+    def idle(self) -> bool:
+        """No request, no copy, nothing left to save."""
+        return self._worker.idle()
+
+    def check(self) -> None:
+        """Re-derive all counts; AssertionError where one differs."""
+        self._worker.check()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Cancel what runs, save what is unsaved for at most `drain_s`, and let everything go."""
+        self._worker.stop(drain_s)
+        self._outbox.close()
+
+
+DecodeWorkerActor = ray.remote(  # type: ignore[call-overload]  # Ray's types lack max_concurrency
+    num_cpus=0, max_concurrency=CALLS_AT_ONCE, runtime_env={"env_vars": ENVIRONMENT}
+)(DecodeWorkerProcess)

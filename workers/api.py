@@ -1,0 +1,164 @@
+"""What goes into a decode worker and what comes out, beside the model: requests, outputs, usage. Pure data.
+
+These values cross Ray calls between the gateway and a worker; none holds page bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class QueueFull(Exception):
+    """A worker has as many requests waiting as it takes; the message names the number. Try again later."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop id, a stop string, or the model's end of sequence
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Checked by `validate`; temperature 0 is greedy."""
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # randomness is keyed by (seed, sequence index, position)
+    stop_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    logprobs: int = 0  # 0: none; k: the chosen token's and the k most likely ones'
+    n: int = 1
+
+    def validate(self) -> None:
+        """Raise ValueError, with the value and what would be right."""
+        checks: list[tuple[bool, str]] = [
+            (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (
+                0 <= self.min_tokens <= self.max_tokens,
+                f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
+            ),
+            (0.0 <= self.temperature <= 100.0, f"temperature must be from 0 to 100, got {self.temperature}"),
+            (self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}"),
+            (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, got {self.top_p}"),
+            (0.0 <= self.min_p <= 1.0, f"min_p must be from 0 to 1, got {self.min_p}"),
+            (
+                0.0 < self.repetition_penalty <= 100.0,
+                f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}",
+            ),
+            (0 <= self.logprobs <= 20, f"logprobs must be from 0 to 20, got {self.logprobs}"),
+            (1 <= self.n <= 16, f"n must be from 1 to 16, got {self.n}"),
+            (0 <= self.seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {self.seed}"),
+        ]
+        for ok, message in checks:
+            if not ok:
+                raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request as a worker takes it: token ids in, token ids out."""
+
+    request_id: str
+    tenant: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    use_cache: bool = True  # False: neither reads nor leaves cached pages
+    arrived_s: float = 0.0  # the gateway's wall clock (time.time()) at arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Where a prompt's tokens came from: sum(cached_tokens.values()) + computed_tokens == prompt_tokens, always.
+
+    Counted once per request at its first token, preemption and retries excluded. Keys: L1, L2, L3, L4, remote.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    computed_tokens: int
+    cached_tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds of a request's stages in the worker; ttft from the gateway's arrival to the first token."""
+
+    queue: float
+    load: float
+    prefill: float
+    ttft: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position: the chosen token's, and the most likely ones' (id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one sequence. A worker sends one list of these per step."""
+
+    request_id: str
+    index: int  # which of the request's n sequences
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None  # on the first output of index 0 (so far) and on each last one
+    timings: Timings | None = None  # with the last one
+    error: str | None = None  # with FinishReason.ERROR: one readable sentence
+
+
+@dataclass(frozen=True, slots=True)
+class PageNote:
+    """One stretch of a prompt in `explain`: tokens [start, end) were found in `tier`, or were computed because."""
+
+    start: int
+    end: int
+    tier: str  # L1, L2, L3, L4, remote, or "computed"
+    reason: str = ""  # for "computed": never_stored, evicted, identity_differs, ... (messages.Missing)
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer to `explain REQUEST_ID`; a worker keeps a bounded number of the latest."""
+
+    request_id: str
+    tenant: str
+    worker_id: str
+    prompt_tokens: int
+    notes: tuple[PageNote, ...]
+    usage: Usage | None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it is ready."""
+
+    worker_id: str
+    node_id: str
+    pid: int
+    model_name: str
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+    page_tokens: int
+    page_bytes: int
+    tokenizer_digest: str  # "" when the model folder has no tokenizer
+    root_fields: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,220 @@
+"""Copies pages between L1 frames and slots of the node's L3 slab, on a few threads of its own. Decides nothing.
+
+Verifying and copying release the GIL for most of a page's time, so a second thread is real. A job is a list of pages:
+no thread is woken per page. Loads go before saves, because somebody waits for a load.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.tier.hbm import Arena
+from kvtier.tier.messages import Grant
+from kvtier.tier.page import (
+    HEADER_BYTES,
+    PACKED_ENVELOPE_BYTES,
+    Envelope,
+    PageCorrupt,
+    PageKey,
+    PageSpec,
+    RootKey,
+    page_checksum,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadPage:
+    """Page `index` of a lease: what must lie in `slot` (header and payload), and the frame it goes into."""
+
+    index: int
+    slot: memoryview
+    key: PageKey
+    checksum: bytes
+    tokens: int
+    frame: int
+    from_ssd: bool
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """Pages of one lease to verify and copy into L1. `bad` says, by index, why a page was not taken."""
+
+    lease: str
+    pages: list[LoadPage]
+    bad: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SavePage:
+    """A page to write from its frame into `slot`, envelope first; a checksum of b"" is taken from what was written."""
+
+    frame: int
+    slot: memoryview
+    grant: Grant
+    key: PageKey
+    parent: bytes
+    root: RootKey
+    tenant: bytes
+    depth: int
+    tokens: int
+    content: bytes
+    checksum: bytes
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """Sealed pages to write down to L3. `lease` keeps them there for a preempted sequence. `error`: nothing counts.
+
+    `connection` is the one that granted the slots, `clears` how many clears came before the job.
+    """
+
+    connection: int
+    pages: list[SavePage]
+    lease: str | None = None
+    clears: int = 0
+    error: str | None = None
+
+
+Job = LoadJob | SaveJob
+
+
+class Copier:
+    """The copy threads. Jobs come from the step loop; `done` is called on a copy thread with each finished job.
+
+    The number of jobs is bounded by the frames of L1: each job's pages have a copy started in the page table.
+    """
+
+    def __init__(
+        self, arena: Arena, spec: PageSpec, variant: str, threads: int, done: Callable[[Job], None]
+    ) -> None:
+        self._arena = arena
+        self._spec = spec
+        self._variant = variant
+        self._done = done
+        self._loads: deque[LoadJob] = deque()
+        self._saves: deque[SaveJob] = deque()
+        # Guards the queues and the two fields below: the step loop adds jobs, the copy threads take them.
+        self._changed = threading.Condition()
+        self._closed = False
+        self._unfinished = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"page-copy-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_threads(self) -> int:
+        """Copies that can run at once."""
+        return len(self._threads)
+
+    def put(self, jobs: list[Job]) -> None:
+        """Queue jobs."""
+        with self._changed:
+            for job in jobs:
+                if isinstance(job, LoadJob):
+                    self._loads.append(job)
+                else:
+                    self._saves.append(job)
+            self._unfinished += len(jobs)
+            self._changed.notify(len(jobs))
+
+    def wait_idle(self) -> None:
+        """Until no thread touches a slot: jobs are few and short, and none waits for anything."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished)
+
+    def close(self) -> None:
+        """Finish what is queued, then end the threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                if isinstance(job, LoadJob):
+                    self._load(job)
+                else:
+                    self._save(job)
+            except Exception as error:  # whatever it is, the step loop must hear that the job is over
+                log.exception("a page copy failed")
+                if isinstance(job, LoadJob):
+                    job.bad = {page.index: f"copy failed: {error}" for page in job.pages}
+                else:
+                    job.error = str(error)
+            for page in job.pages:
+                page.slot.release()  # the slab can't be unmapped under a view
+            self._done(job)
+            with self._changed:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while not (self._loads or self._saves or self._closed):
+                self._changed.wait()
+            if self._loads:
+                return self._loads.popleft()
+            return self._saves.popleft() if self._saves else None
+
+    def _load(self, job: LoadJob) -> None:
+        start = time.perf_counter()
+        end = HEADER_BYTES + self._spec.nbytes
+        for page in job.pages:
+            payload = page.slot[HEADER_BYTES:end]
+            try:
+                self._verify(page, payload)
+            except PageCorrupt as error:
+                job.bad[page.index] = str(error)
+                continue
+            self._arena.copy_in(page.frame, payload)
+        job.seconds = time.perf_counter() - start
+
+    def _verify(self, page: LoadPage, payload: memoryview) -> None:
+        envelope = Envelope.unpack(page.slot[:PACKED_ENVELOPE_BYTES])
+        if (
+            envelope.key != page.key
+            or envelope.variant != self._variant
+            or envelope.spec_digest != self._spec.digest
+            or envelope.tokens != page.tokens
+            or envelope.checksum != page.checksum
+        ):
+            raise PageCorrupt(
+                f"slot holds page {envelope.key.hex()[:16]} ({envelope.variant}, {envelope.tokens} tokens), "
+                f"{page.key.hex()[:16]} ({self._variant}, {page.tokens} tokens) expected"
+            )
+        envelope.verify(payload)
+
+    def _save(self, job: SaveJob) -> None:
+        for page in job.pages:
+            payload = page.slot[HEADER_BYTES : HEADER_BYTES + self._spec.nbytes]
+            if page.tokens < self._spec.page_tokens:
+                self._arena.zero_tail(page.frame, page.tokens, self._spec)
+            self._arena.copy_out(page.frame, payload)
+            if not page.checksum:
+                page.checksum = page_checksum(page.key, self._variant, self._spec.digest, payload)
+            envelope = Envelope(
+                key=page.key,
+                variant=self._variant,
+                spec_digest=self._spec.digest,
+                payload_bytes=self._spec.nbytes,
+                checksum=page.checksum,
+                root=page.root,
+                parent=page.parent,
+                tenant=page.tenant,
+                depth=page.depth,
+                tokens=page.tokens,
+            ).pack()
+            page.slot[: len(envelope)] = envelope

@@ -1,0 +1,223 @@
+"""Finds a model's files: a Hugging Face folder, a hub id, or a GGUF file, which is converted once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_CHUNK_BYTES = 8 * 2**20
+_MAX_FINGERPRINTS = 256
+
+
+def resolve_model(path: str, cache_dir: Path) -> Path:
+    """The Hugging Face folder of `path`: itself, a converted .gguf file, or a hub id's files.
+
+    Converted files are kept under `cache_dir`. Raises FileNotFoundError with the way out.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise FileNotFoundError(f"no such GGUF file: {path}")
+        folder = cache_dir / "models" / f"{local.stem}-{file_digest(local)[:16]}"
+        if not folder.is_dir():
+            convert_gguf(local, folder)
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or not path:
+        raise FileNotFoundError(f"no such model folder: {path!r}")
+    return _from_hub(path)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"model {name!r} is no local folder and the hub can't be reached to download it; "
+            f"give a folder or a .gguf file as model.path"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(f"model {name!r} is no local folder and no usable hub id: {first}") from error
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model as a Hugging Face folder: float32 safetensors, config, tokenizer, chat template.
+
+    The weights are exactly what the quantized values stand for. `folder` appears whole or not at all.
+    Raises ValueError when the file is no GGUF file or its architecture is unknown.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        staged = Path(scratch) / "model"
+        _write_converted(gguf, staged)
+        try:
+            staged.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            log.info("%s was converted by another process at the same time", gguf)
+
+
+def _write_converted(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, name = str(gguf.parent), gguf.name
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{gguf} is no GGUF file")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ValueError(f"can't convert {gguf}: {error}") from error
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    _restore_pre_tokenizer(tokenizer, gguf)
+    tokenizer.save_pretrained(folder)
+
+
+def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
+    """SmolLM splits digits one by one before byte-level merges; the GGUF reader of transformers drops that step."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises FileNotFoundError or ValueError."""
+    file = folder / "config.json"
+    try:
+        text = file.read_text()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} is no model folder: it has no config.json") from error
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    match config:
+        case dict():
+            return config
+        case other:
+            raise ValueError(f"{file} must hold a mapping, got {other!r:.40}")
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder, sorted by name. Raises FileNotFoundError when there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no .safetensors files")
+    return files
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder by name, mapped from their files."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in tensor_files(folder):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def file_digest(file: Path) -> str:
+    """blake2b-256 of a file's content, in hex."""
+    h = blake2b(digest_size=32)
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            h.update(chunk)
+    return h.hexdigest()
+
+
+def weights_fingerprint(folder: Path, cache_dir: Path) -> str:
+    """Digest of the tensor files' names and contents, in hex.
+
+    A file's digest is kept in `cache_dir`/fingerprints.json under its inode, size, mtime and ctime in nanoseconds, so
+    that a start need not read the weights twice. A cache that can't be read or written only costs time.
+    """
+    store = cache_dir / "fingerprints.json"
+    known = _read_fingerprints(store)
+    fresh: dict[str, str] = {}
+    h = blake2b(digest_size=32)
+    for file in tensor_files(folder):
+        stamp = _stamp(file)
+        digest = known.get(stamp) or file_digest(file)
+        if _stamp(file) == stamp:
+            fresh[stamp] = digest
+        for part in (file.name, digest):
+            h.update(len(part).to_bytes(4, "little") + part.encode())
+    if not fresh.keys() <= known.keys():
+        _write_fingerprints(store, known | fresh)
+    return h.hexdigest()
+
+
+def _stamp(file: Path) -> str:
+    s = file.stat()
+    return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
+
+
+def _read_fingerprints(store: Path) -> dict[str, str]:
+    try:
+        known = json.loads(store.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {k: v for k, v in known.items() if isinstance(v, str) and len(v) == 64}
+
+
+def _write_fingerprints(store: Path, known: dict[str, str]) -> None:
+    kept = dict(list(known.items())[-_MAX_FINGERPRINTS:])
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=store.parent, prefix=".fingerprints-")
+        with os.fdopen(handle, "w") as stream:
+            json.dump(kept, stream)
+        os.replace(name, store)
+    except OSError as error:
+        log.info("weights fingerprints aren't cached: %s", error)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Digest of the tokenizer's and the chat template's files; "" when the folder has no tokenizer."""
+    files: Iterable[str] = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+    )
+    h = blake2b(digest_size=32)
+    found = False
+    for name in files:
+        file = folder / name
+        if file.is_file():
+            h.update(name.encode() + b"\0" + bytes.fromhex(file_digest(file)))
+            found = found or name in ("tokenizer.json", "tokenizer.model")
+    return h.hexdigest() if found else ""

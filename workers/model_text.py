@@ -1,0 +1,213 @@
+"""A model's text side: its tokenizer, its chat template, and token ids back to text as they come."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # either makes a folder one with a tokenizer
+_TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_HELD_TOKENS = 32  # a character has at most 4 bytes, so text still broken after so many tokens stays broken
+
+
+class TextError(ValueError):
+    """Text that can't be made or read with this model's tokenizer or chat template; the message says why."""
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's token ids into text as they come; special tokens give none.
+
+    A character is given out once all its bytes are there, and never changes after. All text together equals the
+    tokenizer's decoding of all ids at once (where bytes that are no UTF-8 stand among byte-fallback tokens,
+    up to the number of replacement characters).
+    """
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+
+    def finish(self) -> str:
+        """What is left at the end of the sequence: replacement characters for a character cut short, or nothing."""
+
+
+def tokenizer_digest(folder: str | Path) -> str:
+    """blake2b-256 in hex over the tokenizer's and the chat template's files; "" for a folder with no tokenizer."""
+    root = Path(folder)
+    if not _has_tokenizer(root):
+        return ""
+    h = blake2b(digest_size=32)
+    for name in _TOKENIZER_FILES:
+        file = root / name
+        if file.is_file():
+            h.update(name.encode() + b"\0" + blake2b(file.read_bytes(), digest_size=32).digest())
+    return h.hexdigest()
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
+
+
+class Text:
+    """A model's tokenizer and chat template. Holds no state of any request; its methods may run on any thread."""
+
+    def __init__(self, tokenizer: Any, digest: str) -> None:
+        """`tokenizer` is a fast tokenizer of transformers."""
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self.digest = digest
+        template = tokenizer.chat_template
+        self.chat_template_digest = _template_digest(template) if template else ""
+        self._special = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._pieces: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
+        self._is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Text | None:
+        """Read a model folder's tokenizer; None when it has none. TextError when it can't be read."""
+        root = Path(folder)
+        if not _has_tokenizer(root):
+            return None
+        try:
+            tokenizer = _load_tokenizer(root)
+        except Exception as error:  # transformers raises whatever its many readers meet
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise TextError(f"can't read the tokenizer in {root}: {reason[0]}") from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise TextError(f"the tokenizer in {root} has no fast form; add a tokenizer.json")
+        return cls(tokenizer, tokenizer_digest(root))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return bool(self.chat_template_digest)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with what the tokenizer puts around it (such as a beginning-of-sequence id)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a rendered conversation."""
+        ids: list[int] = self._backend.encode(self.render_chat(messages), add_special_tokens=False).ids
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation ({"role", "content"} each) as the model was taught it, up to where the answer begins.
+
+        Raises TextError when there is no chat template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise TextError("the model has no chat template")
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs of the model's makers and raise what they like
+            raise TextError(f"the model's chat template refuses these messages: {error}") from error
+        return rendered
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All at once: the text of these tokens, special ones left out."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one, for one sequence."""
+        return _ByteDetokenizer(self._piece) if self._is_byte_level else _WindowDetokenizer(self.decode)
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = None if token_id in self._special else self._backend.id_to_token(token_id)
+            piece = b"" if token is None else _byte_level_bytes(token)
+            self._pieces[token_id] = piece
+        return piece
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast  # the automatic class would load torch
+
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _template_digest(template: str | dict[str, str]) -> str:
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return blake2b(text.encode(), digest_size=16, person=b"kvtier.chat").hexdigest()
+
+
+class _ByteDetokenizer:
+    """For byte-level vocabularies, where each token is a run of bytes."""
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        piece = self._piece
+        return self._decoder.decode(b"".join([piece(token_id) for token_id in ids]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For all others: decodes a window of the latest tokens with and without the new ones and gives the difference.
+
+    The window keeps the tokens of the last difference, for decoders that join words by what stands before them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # all of the sequence: at most the context
+        self._start = 0  # of the window
+        self._read = 0  # tokens before this have been given out
+        self._given = 0  # characters given out
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids.extend(ids)
+        before = self._decode(self._ids[self._start : self._read])
+        now = self._decode(self._ids[self._start :])
+        is_broken = now.endswith(_REPLACEMENT) and len(self._ids) - self._read <= _HELD_TOKENS
+        if is_broken or len(now) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        self._given += len(now) - len(before)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        return self._decode(self._ids)[self._given :]
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """The bytes a byte-level token stands for; a token that isn't written in that alphabet stands for itself."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: printable Latin-1 stands for itself, the rest is moved past 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + number): byte for number, byte in enumerate(rest)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,106 @@
+"""Carries a worker's outputs to its gateway: one connection, one message per step, in order.
+
+A Ray call per step costs both ends more than a millisecond of CPU, and async actors may run calls out of order; this
+costs a tenth, keeps the order, and a broken connection tells the gateway at once that its worker died.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+
+from kvtier.workers.api import Output
+
+MAX_HELLO_BYTES = 4096
+MAX_FRAME_BYTES = 64 * 2**20  # of one step's outputs; a longer one can't be ours
+SEND_TIMEOUT_S = 30.0  # a gateway that takes nothing for so long is gone
+_LENGTH = struct.Struct("<I")
+
+
+class OutputHello(msgspec.Struct, frozen=True):
+    """First frame of a connection. `secret` was handed to the worker by the gateway it connects to."""
+
+    worker_id: str
+    secret: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_output_decoder = msgspec.msgpack.Decoder(list[Output])
+_hello_decoder = msgspec.msgpack.Decoder(OutputHello)
+
+
+class OutputSender:
+    """The worker's end. Owned by its step loop, which alone calls `send`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def connect(cls, address: str, secret: bytes, worker_id: str, timeout_s: float = 10.0) -> OutputSender:
+        """Connect to a gateway's HOST:PORT. Raises OSError when nothing takes the connection."""
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(SEND_TIMEOUT_S)
+            connection.sendall(pack_frame(_encoder.encode(OutputHello(worker_id, secret))))
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def send(self, outputs: list[Output]) -> None:
+        """Send what a step gave. Raises OSError when the gateway is gone; the connection is of no use then."""
+        self._socket.sendall(pack_frame(_encoder.encode(outputs)))
+
+    def close(self) -> None:
+        """Let the connection go. Idempotent."""
+        self._socket.close()
+
+
+def pack_frame(body: bytes) -> bytes:
+    """Length, little-endian, and body."""
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames of at most `max_bytes`. Holds less than one frame."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that `data` completes. Raises ValueError for a length that can't be."""
+        self._buffer += data
+        frames: list[bytes] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self.max_bytes:
+                raise ValueError(f"frame of {length} bytes, at most {self.max_bytes} expected")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+
+def unpack_hello(frame: bytes) -> OutputHello:
+    """Raises ValueError when the frame is none."""
+    try:
+        return _hello_decoder.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no hello of a worker: {error}") from error
+
+
+def unpack_outputs(frame: bytes) -> list[Output]:
+    """Raises ValueError when the frame is none."""
+    try:
+        return _output_decoder.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no outputs of a worker: {error}") from error

@@ -1,0 +1,869 @@
+"""The decode worker: one thread that schedules, computes, samples and answers, over one model and its L1.
+
+Everything a worker knows belongs to its step loop. Others put events into its inbox: requests and admin calls from
+outside, messages of the node's cache, finished page copies. The loop sleeps when there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.hbm import Arena
+from kvtier.tier.identity import root_key, tenant_digest
+from kvtier.tier.messages import Hello
+from kvtier.tier.page import PageKey, RootKey, TierName
+from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
+from kvtier.workers.api import (
+    EngineRequest,
+    Explanation,
+    FinishReason,
+    Output,
+    PageNote,
+    QueueFull,
+    TokenLogprobs,
+    WorkerInfo,
+)
+from kvtier.workers.copier import Copier, Job
+from kvtier.workers.inbox import Inbox
+from kvtier.workers.node_link import (
+    Connected,
+    ConnectionLost,
+    ConnectionRefused,
+    LinkEvent,
+    NodeLink,
+    NodeMessage,
+)
+from kvtier.workers.page_table import PageTable
+from kvtier.workers.pager import Pager
+from kvtier.workers.runner import ModelRunner, SequenceRows, StepBatch
+from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
+from kvtier.workers.scheduler import Row, Scheduler
+from kvtier.workers.sequence import Request, Sequence, SequenceState, Tenancy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+EXPLANATIONS = 1024  # of the latest requests
+ADMIN_TIMEOUT_S = 60.0  # a step of a large prefill takes seconds, not minutes
+ADMIN_CALLS = 256  # waiting at once, cancellations included
+SPEED_WEIGHT = 0.3  # of the latest prefill in the average; anything from 0.1 to 0.5 behaves alike
+LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    spec: EngineRequest
+    submitted_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Run `function` on the step loop. Its result, or what it raises, goes into `result`."""
+
+    function: Callable[[], Any]
+    result: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    deadline_s: float
+
+
+_Event = _Submitted | _Cancelled | _Copied | _Call | _Stop | LinkEvent
+
+
+class WorkerStopped(RuntimeError):
+    """The worker takes nothing more: it is stopping, or it failed, and the message says how."""
+
+
+class DecodeWorker:
+    """Serves requests on one model. Public methods may be called from any thread; outputs go to `sink`.
+
+    `sink` gets one list per step, on the step loop's thread, and must neither block nor raise. `tenants` maps names to
+    the salts of their keys. Without `socket_path`, or while nobody answers there, L1 is the only tier.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        worker_id: str,
+        node_id: str,
+        socket_path: str | None,
+        tenants: Mapping[str, bytes],
+        sink: Callable[[list[Output]], None],
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 64,
+        max_waiting: int = 1024,
+        always_load: bool = False,
+        load_deadline_ms: float = 2000.0,
+        copy_threads: int = 2,
+        tokenizer_digest: str = "",
+    ) -> None:
+        spec = runner.spec
+        num_frames = runner.arena.shape[0] - 1  # the last one is the runner's scratch
+        self.worker_id = worker_id
+        self.node_id = node_id
+        self._runner = runner
+        self._spec = spec
+        self._sink = sink
+        self._always_load = always_load
+        self._max_waiting = max_waiting
+        self._tokenizer_digest = tokenizer_digest
+        self._root = root_key(runner.root_fields)
+        self._tenancies = {
+            name: _tenancy(self._root, tenant_digest(name), salt, 0) for name, salt in tenants.items()
+        }
+        self._inbox: Inbox[_Event] = Inbox(max_waiting + ADMIN_CALLS)
+        self._arena = Arena(runner.arena)
+        self._table = PageTable(num_frames, spec.page_tokens, spec.nbytes)
+        self._scheduler = Scheduler(
+            self._table,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=min(max_sequences, max_batch_tokens),
+            load_deadline_s=load_deadline_ms / 1e3,
+        )
+        hello = Hello(worker_id, uuid.uuid4().hex, spec.digest, spec.nbytes, dict(runner.root_fields))
+        stock = max(16, 2 * -(-max_batch_tokens // spec.page_tokens))
+        self._link = NodeLink(socket_path, hello, stock, self._inbox.put)
+        self._copier = Copier(
+            self._arena,
+            spec,
+            spec.format.value,
+            copy_threads,
+            lambda job: self._inbox.put(_Copied(job)),
+        )
+        self._pager = Pager(
+            table=self._table,
+            scheduler=self._scheduler,
+            link=self._link,
+            copier=self._copier,
+            spec=spec,
+            frames=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
+        )
+        self._requests: dict[str, Request] = {}
+        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self._totals = RequestTotals()
+        self._tiers = {tier: TierCounters() for tier in (TierName.HBM, TierName.HOST, TierName.SSD)}
+        self._outputs: list[Output] = []
+        self._next_number = 0
+        self._clears = 0
+        self._seconds_per_token: float | None = None  # of prefill
+        self._stop_at_s: float | None = None
+        self._error: str | None = None
+        self._is_over = False
+        self._waiting = 0  # requests queued, as of the last step
+        self._said_s = -LOG_EVERY_S
+        # Filled anew at each step, so that a step allocates little.
+        self._token_ids = np.zeros(max_batch_tokens, np.int32)
+        self._positions = np.zeros(max_batch_tokens, np.int32)
+        self._counting = np.arange(runner.max_context, dtype=np.int32)
+        self._thread = threading.Thread(target=self._run, name=f"step-loop-{worker_id}", daemon=True)
+
+    # For anyone, from any thread
+
+    def start(self) -> None:
+        """Start the step loop, and connect to the node in the background."""
+        self._thread.start()
+
+    def submit(self, spec: EngineRequest) -> None:
+        """Queue a request. Raises ValueError for one that can't be served, QueueFull, WorkerStopped."""
+        self._validate(spec)
+        self._refuse_if_over()
+        if self._waiting + len(self._inbox) >= self._max_waiting:
+            raise QueueFull(
+                f"worker {self.worker_id} has {self._max_waiting} requests waiting: try again later"
+            )
+        if not self._inbox.offer(_Submitted(spec, time.monotonic(), time.time())):
+            raise QueueFull(
+                f"worker {self.worker_id} is {self._inbox.capacity} calls behind: try again later"
+            )
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, if it isn't over. Its pages are free within a step, or when a copy in flight ends."""
+        self._inbox.put(_Cancelled(request_id))
+
+    def info(self) -> WorkerInfo:
+        """What this worker serves."""
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            node_id=self.node_id,
+            pid=os.getpid(),
+            model_name=self._runner.model_name,
+            vocab_size=self._runner.vocab_size,
+            max_context=self._runner.max_context,
+            eos_ids=tuple(self._runner.eos_ids),
+            dtype=self._runner.dtype,
+            page_tokens=self._spec.page_tokens,
+            page_bytes=self._spec.nbytes,
+            tokenizer_digest=self._tokenizer_digest,
+            root_fields=dict(self._runner.root_fields),
+        )
+
+    @property
+    def error(self) -> str | None:
+        """Why the worker is out of order; None while it is well."""
+        return self._error
+
+    def is_healthy(self) -> bool:
+        """The step loop runs."""
+        return self._thread.is_alive() and self._error is None
+
+    @property
+    def is_connected(self) -> bool:
+        """The node's cache answers."""
+        return self._link.is_up
+
+    def stats(self) -> Snapshot:
+        """This worker's counters: L1's own, and what its requests found in the tiers below."""
+        return self._call(self._snapshot)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Where a request's prompt was found, and why not all of it; None when it isn't remembered."""
+        return self._call(lambda: self._explanations.get(request_id))
+
+    def pages(
+        self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
+    ) -> list[PageInfo]:
+        """At most `limit` cached pages of a tenant (None: of all); none of another tier than L1."""
+        if tier not in (None, TierName.HBM):
+            return []
+        return self._call(lambda: self._list_pages(_digest(tenant), limit))
+
+    def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Keep pages in L1, and those before them. REJECTED past the bound, half of L1's pages."""
+        return self._call(lambda: [(key, self._pin(PageKey(key))) for key in keys])
+
+    def unpin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Undo `pin`."""
+        return self._call(lambda: [(key, self._unpin(PageKey(key))) for key in keys])
+
+    def evict(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        """Drop pages from L1, with those behind them. REJECTED: it is pinned. DEFERRED: as soon as its users end."""
+        return self._call(lambda: self._evict([PageKey(key) for key in keys]))
+
+    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop a tenant's pages (None: of all). DEFERRED: not found any more, gone when its users end."""
+        return self._call(lambda: self._clear(_digest(tenant)))
+
+    def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
+        """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
+        return self._call(lambda: self._verify([PageKey(k) for k in keys] if keys is not None else None))
+
+    def idle(self) -> bool:
+        """No request, no copy, nothing left to save."""
+        return self._call(self._is_idle)
+
+    def check(self) -> None:
+        """Re-derive all counts from scratch; AssertionError where one differs."""
+        self._call(self._check)
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Cancel what runs, save what is unsaved for at most `drain_s`, and end. Idempotent."""
+        self._inbox.put(_Stop(time.monotonic() + drain_s))
+        if self._thread.ident is None:
+            self._close()
+        else:
+            self._thread.join()
+
+    # The step loop
+
+    def _run(self) -> None:
+        self._link.start()
+        busy = False
+        try:
+            while not self._is_finished():
+                for event in self._inbox.take(0 if busy else self._patience_s()):
+                    self._handle(event)
+                self._pager.expire(time.monotonic())
+                busy = self._step()
+                self._send_outputs()
+        except Exception as error:
+            log.exception("the step loop failed")
+            self._error = f"{type(error).__name__}: {error}"
+            self._fail_all()
+        finally:
+            self._close()
+
+    def _patience_s(self) -> float | None:
+        """How long the loop may sleep when no event comes."""
+        times = [t for t in (self._pager.next_deadline_s, self._stop_at_s) if t is not None]
+        return max(0.001, min(times) - time.monotonic()) if times else None
+
+    def _is_finished(self) -> bool:
+        if self._stop_at_s is None:
+            return False
+        return self._pager.is_quiet or time.monotonic() >= self._stop_at_s
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case _Submitted():
+                self._accept(event)
+            case _Cancelled():
+                self._cancel(event.request_id)
+            case _Copied():
+                self._pager.on_copied(event.job, time.monotonic())
+            case _Call():
+                if event.result.set_running_or_notify_cancel():
+                    _answer(event)
+            case _Stop():
+                self._begin_stop(event.deadline_s)
+            case Connected() | ConnectionLost() | ConnectionRefused() | NodeMessage():
+                self._pager.on_link(event, time.monotonic())
+
+    def _step(self) -> bool:
+        """One step; whether the next one can follow at once."""
+        scheduler = self._scheduler
+        if not scheduler.unfinished:
+            self._waiting = 0
+            return False
+        link = self._link
+        now = time.monotonic()
+        step = scheduler.schedule(now, can_load=link.is_up, free_slots=link.free_slots)
+        self._waiting = len(scheduler.waiting)
+        # Before anything else may write to the frames that these are copied from.
+        for copy in step.copies:
+            self._arena.copy_head(copy.source, copy.target, copy.tokens, self._spec)
+        for demotion in step.demotions:
+            self._pager.demote(demotion)
+        for lease in step.leases_over:
+            self._pager.release(lease)
+        for seq in step.loads:
+            self._pager.locate(seq)
+        if step.broken_pins:
+            log.warning("%d pinned pages were unpinned: a request needed their room in L1", step.broken_pins)
+        if step.rows:
+            self._compute(step.rows)
+        elif not (step.demotions or step.loads or self._pager.in_flight):
+            raise RuntimeError(f"{scheduler.unfinished} sequences, and none can go on")
+        return bool(step.rows or step.demotions)
+
+    def _compute(self, rows: list[Row]) -> None:
+        started = time.perf_counter()
+        batch = self._batch(rows)
+        logits = self._runner.forward(batch)
+        now = time.monotonic()
+        self._measure(rows, len(batch.token_ids), time.perf_counter() - started)
+        sealed: list[int] = []
+        for row in rows:
+            sealed += self._scheduler.advance(row, now)
+        self._sample([row.seq for row in rows if row.samples], logits, now)
+        if sealed:
+            self._send_outputs()  # saving can wait for a moment, clients shouldn't
+            self._pager.save(sealed)
+
+    def _batch(self, rows: list[Row]) -> StepBatch:
+        token_ids, positions = self._token_ids, self._positions
+        page_tokens = self._spec.page_tokens
+        sequences: list[SequenceRows] = []
+        logit_rows: list[int] = []
+        at = 0
+        for row in rows:
+            seq, start, length = row.seq, row.start, row.length
+            end = start + length
+            if length == 1:
+                token_ids[at] = seq.tokens[start]
+                positions[at] = start
+            else:
+                token_ids[at : at + length] = seq.tokens[start:end]
+                positions[at : at + length] = self._counting[start:end]
+            sequences.append(SequenceRows(at, length, end, seq.frames[: -(-end // page_tokens)]))
+            at += length
+            if row.samples:
+                logit_rows.append(at - 1)
+        return StepBatch(token_ids[:at], positions[:at], sequences, np.array(logit_rows, np.int32))
+
+    def _measure(self, rows: list[Row], tokens: int, seconds: float) -> None:
+        if tokens - len(rows) < self._spec.page_tokens:
+            return  # decode: its rows cost more each
+        latest = seconds / tokens
+        average = self._seconds_per_token
+        self._seconds_per_token = latest if average is None else average + SPEED_WEIGHT * (latest - average)
+        if not self._always_load:
+            self._pager.recompute_s = self._seconds_per_token * self._spec.page_tokens
+
+    # Sampling and outputs
+
+    def _sample(self, seqs: list[Sequence], logits: torch.Tensor, now: float) -> None:
+        if not seqs:
+            return
+        assert len(logits) == len(seqs)
+        picks = list(range(len(seqs)))
+        for i, seq in enumerate(seqs[:]):
+            siblings = self._siblings(seq)
+            seqs += siblings
+            picks += [i] * len(siblings)
+        if len(picks) > len(logits):
+            logits = logits[picks]
+        tokens, logprobs = self._draw(seqs, logits)
+        for seq in seqs:
+            if seq.state is SequenceState.WAITING:
+                parent = seq.request.sequences[0]
+                for copy in self._scheduler.fork(parent, seq, now):
+                    self._arena.copy_head(copy.source, copy.target, copy.tokens, self._spec)
+        for i, seq in enumerate(seqs):
+            self._take(seq, tokens[i], logprobs[i] if logprobs else None, now)
+
+    def _siblings(self, seq: Sequence) -> list[Sequence]:
+        """The other sequences of a request whose prompt has just been computed; made now."""
+        request = seq.request
+        if request.usage is not None or request.spec.sampling.n == 1:
+            return []
+        made = [self._new_sequence(request, index) for index in range(1, request.spec.sampling.n)]
+        request.sequences += made
+        return made
+
+    def _draw(
+        self, seqs: list[Sequence], logits: torch.Tensor
+    ) -> tuple[list[int | None], list[TokenLogprobs | None] | None]:
+        if all(
+            is_plain(seq.request.spec.sampling)
+            and seq.completion_tokens >= seq.request.spec.sampling.min_tokens
+            for seq in seqs
+        ):
+            return sample_greedy(logits), None
+        rows = [
+            SampleRow(
+                params=seq.request.spec.sampling,
+                index=seq.index,
+                position=seq.length,
+                tokens=seq.tokens[: seq.length],
+                banned=seq.stop_ids
+                if seq.completion_tokens < seq.request.spec.sampling.min_tokens
+                else frozenset(),
+            )
+            for seq in seqs
+        ]
+        with torch.inference_mode():
+            sampled = sample(logits, rows)
+        return sampled.tokens, sampled.logprobs
+
+    def _take(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, now: float) -> None:
+        """One sequence's new token: tell the client, and end the sequence where it ends."""
+        request = seq.request
+        if seq.state is SequenceState.FINISHED:
+            return  # a sibling's bad logits ended the whole request
+        if token is None:
+            self._end_request(request, FinishReason.ERROR, now, "the model's output was not a number")
+            return
+        first = request.usage is None
+        if first:
+            self._count(request, now)
+        seq.append(token, now)
+        reason = seq.ends_with(token)
+        last = reason is not None
+        self._outputs.append(
+            Output(
+                request_id=request.spec.request_id,
+                index=seq.index,
+                token_ids=(token,),
+                logprobs=(logprobs,) if logprobs is not None else (),
+                finish_reason=reason,
+                usage=request.usage_of(seq.completion_tokens) if first or last else None,
+                timings=request.timings(now) if last else None,
+            )
+        )
+        if last:
+            self._retire(seq, now)
+
+    def _count(self, request: Request, now: float) -> None:
+        """The request's first token: its prompt counts, now and never again."""
+        request.first_token_s = now
+        usage = request.count_usage()
+        totals = self._totals
+        totals.requests += 1
+        totals.prompt_tokens += usage.prompt_tokens
+        totals.computed_tokens += usage.computed_tokens
+        totals.cached_tokens += usage.prompt_tokens - usage.computed_tokens
+        hits = request.cached_tokens()
+        if TierName.HOST in request.lookups:
+            below = request.lookups[TierName.HOST] - hits[TierName.HOST]
+            request.looked(TierName.SSD, below)
+        for tier, counters in self._tiers.items():
+            counters.lookups_tokens += request.lookups.get(tier, 0)
+            counters.hit_tokens += hits[tier]
+        self._remember(request)
+
+    def _remember(self, request: Request) -> None:
+        """Keep what `explain` tells."""
+        request_id = request.spec.request_id
+        self._explanations.pop(request_id, None)
+        self._explanations[request_id] = Explanation(
+            request_id=request_id,
+            tenant=request.spec.tenant,
+            worker_id=self.worker_id,
+            prompt_tokens=request.prompt_tokens,
+            notes=self._notes(request),
+            usage=request.usage,
+            preemptions=request.preemptions,
+        )
+        if len(self._explanations) > EXPLANATIONS:
+            self._explanations.popitem(last=False)
+
+    def _notes(self, request: Request) -> tuple[PageNote, ...]:
+        """The request's notes, with what L1 itself remembers where the node knew nothing better."""
+        page_tokens = self._spec.page_tokens
+        notes: list[PageNote] = []
+        for note in request.notes(page_tokens):
+            if note.reason == "never_stored":
+                keys = request.sequences[0].page_keys(note.start // page_tokens + 1, page_tokens)
+                ghost = self._table.ghosts.get(keys[note.start // page_tokens])
+                if ghost is not None:
+                    ago, idle = time.monotonic() - ghost.evicted_s, ghost.evicted_s - ghost.last_use_s
+                    detail = (
+                        f"from L1 {ago:.1f} s ago, longest unused then (for {idle:.1f} s); not found below"
+                    )
+                    note = PageNote(note.start, note.end, note.tier, "evicted", detail)
+                elif not note.detail:
+                    where = "L1 is the only tier" if not self._link.is_up else "L1 never held it"
+                    note = PageNote(note.start, note.end, note.tier, note.reason, where)
+            notes.append(note)
+        return tuple(notes)
+
+    def _send_outputs(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._sink(outputs)
+
+    # Requests
+
+    def _validate(self, spec: EngineRequest) -> None:
+        spec.sampling.validate()
+        if not spec.token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if spec.tenant not in self._tenancies:
+            raise ValueError(f"unknown tenant {spec.tenant!r}")
+        vocab_size = self._runner.vocab_size
+        for token in (min(spec.token_ids), max(spec.token_ids)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
+        length, context = len(spec.token_ids), self._runner.max_context
+        if length >= context:
+            raise ValueError(f"prompt of {length} tokens leaves no room in the context of {context}")
+        self._scheduler.check_fits(length, min(spec.sampling.max_tokens, context - length))
+        if spec.request_id in self._requests:
+            raise ValueError(f"request {spec.request_id!r} is in flight already")
+
+    def _accept(self, event: _Submitted) -> None:
+        spec = event.spec
+        if self._stop_at_s is not None or spec.request_id in self._requests:
+            reason = (
+                "the worker is stopping" if self._stop_at_s is not None else "its id is in flight already"
+            )
+            for index in range(spec.sampling.n):
+                self._outputs.append(
+                    Output(spec.request_id, index, (), finish_reason=FinishReason.ERROR, error=reason)
+                )
+            return
+        tenancy = self._tenancies[spec.tenant]
+        request = Request(spec, self._next_number, tenancy, event.submitted_s, event.wall_s)
+        self._next_number += spec.sampling.n
+        seq = self._new_sequence(request, 0)
+        request.sequences.append(seq)
+        self._requests[spec.request_id] = request
+        self._scheduler.add(seq)
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        return Sequence(
+            request, index, self._spec.page_tokens, self._runner.eos_ids, self._runner.max_context
+        )
+
+    def _cancel(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end_request(request, FinishReason.CANCELLED, time.monotonic())
+
+    def _end_request(
+        self, request: Request, reason: FinishReason, now: float, error: str | None = None
+    ) -> None:
+        """End every sequence of the request that isn't over, those not made yet too."""
+        over = {seq.index for seq in request.sequences if seq.state is SequenceState.FINISHED}
+        made = {seq.index: seq for seq in request.sequences}
+        for index in range(request.spec.sampling.n):
+            if index in over:
+                continue
+            tokens = made[index].completion_tokens if index in made else 0
+            self._outputs.append(
+                Output(
+                    request_id=request.spec.request_id,
+                    index=index,
+                    token_ids=(),
+                    finish_reason=reason,
+                    usage=request.usage_of(tokens),
+                    timings=request.timings(now),
+                    error=error,
+                )
+            )
+        for seq in request.sequences:
+            if seq.index not in over:
+                self._retire(seq, now)
+        if request.spec.request_id in self._requests:
+            self._close_request(request)
+
+    def _retire(self, seq: Sequence, now: float) -> None:
+        """A sequence is over: its pages go back; cached ones stay cached."""
+        self._pager.forget(seq)
+        self._scheduler.finish(seq, now)
+        request = seq.request
+        request.unfinished -= 1
+        if not request.unfinished:
+            self._close_request(request)
+
+    def _close_request(self, request: Request) -> None:
+        del self._requests[request.spec.request_id]
+        if request.usage is None:
+            self._totals.aborted_prompt_tokens += request.prompt_tokens
+            self._remember(request)
+            return
+        told = self._explanations.get(request.spec.request_id)
+        if told is not None:
+            tokens = sum(seq.completion_tokens for seq in request.sequences)
+            self._explanations[request.spec.request_id] = replace(
+                told, usage=request.usage_of(tokens), preemptions=request.preemptions
+            )
+
+    def _begin_stop(self, deadline_s: float) -> None:
+        if self._stop_at_s is None:
+            self._stop_at_s = deadline_s
+            for request in list(self._requests.values()):
+                self._end_request(request, FinishReason.CANCELLED, time.monotonic())
+            self._send_outputs()
+
+    def _fail_all(self) -> None:
+        """The loop can't go on: nobody may wait for it."""
+        for request in list(self._requests.values()):
+            for index in range(request.spec.sampling.n):
+                self._outputs.append(
+                    Output(
+                        request.spec.request_id,
+                        index,
+                        (),
+                        finish_reason=FinishReason.ERROR,
+                        error=f"the worker failed: {self._error}",
+                    )
+                )
+        self._requests.clear()
+        self._send_outputs()
+
+    def _close(self) -> None:
+        """After this nobody waits for the loop: what comes too late is answered here."""
+        self._is_over = True
+        self._copier.close()
+        self._link.close()
+        for event in self._inbox.take(0):
+            match event:
+                case _Call():
+                    event.result.set_exception(WorkerStopped(self._error or "the worker has stopped"))
+                case _Submitted():
+                    for index in range(event.spec.sampling.n):
+                        self._outputs.append(
+                            Output(
+                                event.spec.request_id,
+                                index,
+                                (),
+                                finish_reason=FinishReason.ERROR,
+                                error="the worker has stopped",
+                            )
+                        )
+                case Connected():
+                    event.client.close()
+                case _:
+                    pass
+        self._send_outputs()
+
+    def _refuse_if_over(self) -> None:
+        if self._is_over or self._error is not None:
+            raise WorkerStopped(self._error or "the worker has stopped")
+
+    # Administration, on the step loop
+
+    def _call(self, function: Callable[[], T]) -> T:
+        self._refuse_if_over()
+        result: Future[T] = Future()
+        if not self._inbox.offer(_Call(function, result)):
+            raise QueueFull(
+                f"worker {self.worker_id} is {self._inbox.capacity} calls behind: try again later"
+            )
+        return result.result(timeout=ADMIN_TIMEOUT_S)
+
+    def _snapshot(self) -> Snapshot:
+        table = self._table
+        page_tokens = self._spec.page_tokens
+        counters = self._pager.counters
+        found = self._tiers[TierName.HBM]
+        held, filled = table.fill(self._scheduler.active)
+        used = table.capacity - table.frames.free_frames
+        level1 = TierCounters(
+            capacity_bytes=counters.capacity_bytes,
+            used_bytes=used * self._spec.nbytes,
+            pages=used,
+            lookups_tokens=found.lookups_tokens,
+            hit_tokens=found.hit_tokens,
+            promoted_pages=counters.promoted_pages,
+            evicted_pages=table.evicted_pages,
+            bytes_in=counters.bytes_in,
+            bytes_out=counters.bytes_out,
+            corrupt_pages=counters.corrupt_pages,
+            loads_s=counters.loads_s.copy(),
+        )
+        below = {
+            tier: TierCounters(
+                lookups_tokens=self._tiers[tier].lookups_tokens, hit_tokens=self._tiers[tier].hit_tokens
+            )
+            for tier in (TierName.HOST, TierName.SSD)
+        }
+        totals = RequestTotals()
+        totals.add(self._totals)
+        totals.used_page_tokens, totals.held_page_tokens = filled, held * page_tokens
+        return Snapshot({TierName.HBM: level1, **below}, totals)
+
+    def _list_pages(self, tenant: bytes | None, limit: int) -> list[PageInfo]:
+        now = time.monotonic()
+        found: list[PageInfo] = []
+        for frame, record, is_held in self._table.cached():
+            if tenant not in (None, record.tenant):
+                continue
+            if len(found) >= limit:
+                break
+            is_pinned = record.key in self._table.pinned
+            found.append(
+                PageInfo(
+                    key=record.key.hex(),
+                    tier=TierName.HBM,
+                    owner=self.worker_id,
+                    tenant=record.tenant.hex(),
+                    root=record.root.hex(),
+                    parent=record.parent.hex(),
+                    variant=self._spec.format.value,
+                    depth=record.depth,
+                    tokens=self._spec.page_tokens,
+                    nbytes=self._spec.nbytes,
+                    uses=record.uses,
+                    idle_s=max(0.0, now - record.last_use_s),
+                    pinned=is_pinned,
+                    readers=self._table.copies_of(frame) + (is_held and not is_pinned),
+                    state="sealed",
+                )
+            )
+        return found
+
+    def _pin(self, key: PageKey) -> Outcome:
+        match self._table.pin(key):
+            case None:
+                return Outcome.MISSING
+            case False:
+                return Outcome.REJECTED
+            case True:
+                return Outcome.ACCEPTED
+
+    def _unpin(self, key: PageKey) -> Outcome:
+        if key not in self._table.by_key:
+            return Outcome.MISSING
+        self._table.unpin(key, time.monotonic())
+        return Outcome.ACCEPTED
+
+    def _evict(self, keys: list[PageKey]) -> list[tuple[bytes, Outcome]]:
+        here = {key for key in keys if key in self._table.by_key}
+        outcomes: list[tuple[bytes, Outcome]] = []
+        for key in keys:
+            outcome = Outcome.MISSING
+            if key in here:
+                outcome = self._evict_one(key)
+            outcomes.append((key, outcome))
+        return outcomes
+
+    def _evict_one(self, key: PageKey) -> Outcome:
+        if self._table.is_pinned(key):
+            return Outcome.REJECTED
+        # Gone already: it went with a page before it.
+        return Outcome.DEFERRED if self._table.remove(key, time.monotonic()) is False else Outcome.ACCEPTED
+
+    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
+        now = time.monotonic()
+        self._clears += 1
+        outcomes: list[tuple[bytes, Outcome]] = []
+        for name, tenancy in list(self._tenancies.items()):
+            if tenant not in (None, tenancy.digest):
+                continue
+            keys = [record.key for _, record, _ in self._table.cached() if record.tree == tenancy.tree]
+            self._table.clear(tenancy.tree, now)
+            left = {record.key for _, record, _ in self._table.cached() if record.tree == tenancy.tree}
+            outcomes += [(key, Outcome.DEFERRED if key in left else Outcome.ACCEPTED) for key in keys]
+            self._pager.cleared(tenancy.digest)
+            self._tenancies[name] = _tenancy(self._root, tenancy.digest, tenancy.salt, self._clears)
+        for request in self._requests.values():
+            request.tenancy = self._tenancies[request.spec.tenant]
+        return outcomes
+
+    def _verify(self, keys: list[PageKey] | None) -> list[tuple[bytes, Outcome]]:
+        outcomes: list[tuple[bytes, Outcome]] = []
+        for key in list(self._table.by_key) if keys is None else keys:
+            outcome = Outcome.ACCEPTED if key in self._table.by_key else Outcome.MISSING
+            if self._pager.verify(key) is False:
+                log.error("page %s in L1 is not what was sealed; it is dropped", key.hex()[:16])
+                self._pager.counters.corrupt_pages += 1
+                gone = self._table.remove(key, time.monotonic())
+                outcome = Outcome.DEFERRED if gone is False else Outcome.MISSING
+            outcomes.append((key, outcome))
+        return outcomes
+
+    def _is_idle(self) -> bool:
+        return not self._requests and self._pager.is_quiet
+
+    def _check(self) -> None:
+        self._scheduler.check()
+        active = sum(len(request.sequences) for request in self._requests.values())
+        over = sum(
+            seq.state is SequenceState.FINISHED
+            for request in self._requests.values()
+            for seq in request.sequences
+        )
+        assert active - over == self._scheduler.unfinished, "sequences of no request"
+        totals = self._totals
+        assert totals.cached_tokens == sum(c.hit_tokens for c in self._tiers.values()), "hits by tier"
+        assert totals.cached_tokens + totals.computed_tokens == totals.prompt_tokens, "the usage law"
+        if self._is_idle():
+            assert not self._table.copies_in_flight and not self._table.limbo, "copies of an idle worker"
+            assert not self._scheduler.claims, "claims of an idle worker"
+
+
+def _tenancy(root: RootKey, tenant: bytes, salt: bytes, clears: int) -> Tenancy:
+    name = root + tenant + clears.to_bytes(8, "little")
+    tree = RootKey(blake2b(name, digest_size=32, person=b"kvtier.tree").digest())
+    return Tenancy(root=root, salt=salt, digest=tenant, tree=tree)
+
+
+def _digest(tenant: str | None) -> bytes | None:
+    return None if tenant is None else tenant_digest(tenant)
+
+
+def _answer(call: _Call) -> None:
+    try:
+        call.result.set_result(call.function())
+    except Exception as error:  # noqa: BLE001  # it belongs to the caller, whatever it is
+        call.result.set_exception(error)
