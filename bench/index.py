@@ -22,12 +22,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import machine
 
 from kvtier.tier.identity import TokenIds, page_keys, tenant_salt
 from kvtier.tier.page import RootKey
@@ -60,6 +61,21 @@ class Row:
     def verdict(self) -> str:
         """Whether the goal is reached."""
         return "" if self.goal is None else "ok" if self.median <= self.goal else "below"
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        ordered = sorted(self.samples)
+        return {
+            "name": self.name,
+            "n": self.n,
+            "value": self.median,
+            "p10": ordered[len(ordered) // 10],
+            "p90": ordered[len(ordered) * 9 // 10],
+            "unit": self.unit,
+            "goal": self.goal,
+            "ok": None if self.goal is None else self.verdict == "ok",
+            "others_us": self.peers,
+        }
 
     def line(self) -> str:
         """As printed."""
@@ -165,6 +181,15 @@ def bench_prompts(pages: int) -> Iterator[Row]:
     )
     yield Row("unpin", pages, cpu_us(lambda path: index.unpin(path, next(clock)), paths))
 
+    tokens = whole[0]
+    path = index.match(ROOT, tokens[:SHARED]).node
+    index.pin(path)
+    again = [(tokens[at : at + PAGE], frames.new(1)) for at in range(SHARED, PROMPT, PAGE)]
+    repeats = cpu_us(lambda x: index.extend(path, x[0], x[1], next(clock)), again)
+    index.unpin(path, next(clock))
+    assert path.depth == PROMPT // PAGE
+    yield Row("extend by a page that is there already", pages, repeats)
+
     figures = {"SGLang": (67 / NEW, 1222 / NEW), "its Rust core": (46 / NEW, 88 / NEW)}
     yield Row("evict, per page, 128 a call", pages, evictions, EVICT_US, peers_at(pages, figures))
     yield Row("evict, per page, 1 a call", pages, cpu_us(index.evict, [1] * 2048), EVICT_US)
@@ -253,6 +278,8 @@ def main() -> None:
         (bench_leaves, [int(n) for n in a.leaves.split(",") if n]),
         (bench_partial, [1000]),
     ]
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores, load {here['load_average']:.1f}; CPU time")
     print(f"{'operation':<44} {'n':>9} {'median':>9}      {'':<20} {'':<15} other indexes, us (times ours)")
     rows: list[Row] = []
     for bench, sizes in sections:
@@ -268,8 +295,8 @@ def main() -> None:
     below = [row for row in rows if row.verdict == "below"]
     print(f"{sum(row.verdict == 'ok' for row in rows)} goals reached, {len(below)} below")
     if a.json:
-        figures = [{**asdict(row), "median": row.median, "verdict": row.verdict} for row in rows]
-        Path(a.json).write_text(json.dumps(figures, indent=1))
+        tables = {"prefix index": [row.to_json() for row in rows]}
+        Path(a.json).write_text(json.dumps({"machine": here, "tables": tables}, indent=1) + "\n")
     raise SystemExit(1 if below else 0)
 
 

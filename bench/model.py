@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtier.kernels.ops import raise_malloc_thresholds
-from kvtier.workers.model import DTYPES, LeanWeights, read_shape, rope_tables
+from kvtier.workers.model import DTYPES, LeanWeights, page_spec, read_shape, rope_tables
 from kvtier.workers.runner import IntArray, Runner, SequenceRows, StepBatch, load_runner
 
 
@@ -47,7 +48,7 @@ class TorchLoop:
         return x * self.cos[at:end] + turned * self.sin[at:end]
 
     def forward(self, tokens: torch.Tensor, at: int) -> torch.Tensor:
-        """Logits of the last of tokens [batch, n], whose first is at position `at`."""
+        """The most likely token after tokens [batch, n], whose first is at position `at`."""
         s, (batch, n) = self.shape, tokens.shape
         x = F.embedding(tokens, self.embedding)
         for i, w in enumerate(self.layers):
@@ -71,7 +72,8 @@ class TorchLoop:
                 2, -1
             )
             x = x + F.linear(F.silu(gate) * up, w.down)
-        return F.linear(F.rms_norm(x[:, -1], (s.hidden,), self.norm, s.norm_eps), self.head)
+        logits = F.linear(F.rms_norm(x[:, -1], (s.hidden,), self.norm, s.norm_eps), self.head)
+        return logits.argmax(-1)
 
 
 class Paged:
@@ -97,10 +99,14 @@ class Paged:
         self.runner.forward(StepBatch(tokens, np.full_like(every, at), rows, every)).argmax(-1)
 
 
-def seconds(f: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    f()
-    return time.perf_counter() - start
+def seconds(calls: list[Callable[[], object]]) -> list[float]:
+    """How long each call takes."""
+    took = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+    return took
 
 
 def main() -> None:
@@ -147,8 +153,6 @@ def main() -> None:
 
 
 def _arena_bytes(folder: Path, dtype: str, batch: int, positions: int) -> int:
-    from kvtier.workers.model import page_spec
-
     return page_spec(str(folder), dtype, 16).nbytes * (batch * -(-positions // 16) + 1)
 
 
@@ -161,20 +165,14 @@ def _compare(paged: Paged, loop: TorchLoop, batch: int, context: int, options: a
         steps = rng.integers(0, vocab, (options.steps, batch)).astype(np.int32)
         theirs = torch.from_numpy(tokens.astype(np.int64))
         next_tokens = torch.from_numpy(steps.astype(np.int64))[..., None]
-        times["prefill"].append(
-            (
-                seconds(lambda t=tokens: paged.prefill(t)),  # type: ignore[misc]
-                seconds(lambda t=theirs: loop.forward(t, 0).argmax(-1)),  # type: ignore[misc]
-            )
+        ours = seconds([partial(paged.prefill, tokens)])
+        our_steps = seconds([partial(paged.decode, steps[i], context + i) for i in range(options.steps)])
+        baseline = seconds([partial(loop.forward, theirs, 0)])
+        their_steps = seconds(
+            [partial(loop.forward, next_tokens[i], context + i) for i in range(options.steps)]
         )
-        for i in range(options.steps):
-            at = context + i
-            times["decode"].append(
-                (
-                    seconds(lambda t=steps[i], at=at: paged.decode(t, at)),  # type: ignore[misc]
-                    seconds(lambda t=next_tokens[i], at=at: loop.forward(t, at).argmax(-1)),  # type: ignore[misc]
-                )
-            )
+        times["prefill"] += zip(ours, baseline, strict=True)
+        times["decode"] += zip(our_steps, their_steps, strict=True)
     for phase, pairs in times.items():
         count = batch * (context if phase == "prefill" else 1)
         ours, baseline = (count / statistics.median(p[side] for p in pairs) for side in (0, 1))

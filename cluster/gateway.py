@@ -222,6 +222,11 @@ class RayNode(RayOwner):
         notes: list[str] = await self._call("notes")
         return notes
 
+    async def pid(self) -> int:
+        info: dict[str, Any] = await self._call("info")
+        pid: int = info["pid"]
+        return pid
+
 
 async def _node(handle: ActorHandle[Any]) -> Node:
     info = await handle.info.remote()

@@ -204,7 +204,9 @@ class CacheVerbs:
         health, detail = (DEAD, node.down) if node.down is not None else await asked_health(node.port)
         if health == DEAD:
             node.lose(detail)
-        notes = await node.port.notes() if health == HEALTHY else []
+        notes: list[str] = []
+        if health == HEALTHY:
+            notes, node.pid = await node.port.notes(), await node.port.pid()  # another one after a restart
         return inference_pb2.NodeStatus(
             id=node.node_id, pid=node.pid, health=health, detail=detail, notes=notes
         )

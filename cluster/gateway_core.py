@@ -79,9 +79,10 @@ async def asked_health(port: OwnerPort) -> tuple[str, str]:
 
 
 class NodePort(OwnerPort, Protocol):
-    """A CacheNode. `notes` are one-line notices."""
+    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now."""
 
     async def notes(self) -> list[str]: ...
+    async def pid(self) -> int: ...
 
 
 class WorkerPort(OwnerPort, Protocol):

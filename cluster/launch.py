@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -126,15 +127,19 @@ class Launched:
         """Stop from the gateway downwards, each part as far as it still lives, then Ray."""
         if not ray.is_initialized():
             return
+        if self.endpoint:  # else nothing has been served, and actors that are loading would not hear of it
+            self._stop_actors(progress)
+        progress("stopping Ray")
+        ray.shutdown()
+
+    def _stop_actors(self, progress: Progress) -> None:
         for step, parts, limit_s in (
-            ("finishing requests", [self._gateway] if self.endpoint else [], FINISH_S),
+            ("finishing requests", [self._gateway], FINISH_S),
             ("stopping workers", self._workers, DRAIN_S),
             ("saving pages to SSD", [self._node], DRAIN_S),
         ):
             progress(step)
             _stop([part for part in parts if part], limit_s)
-        progress("stopping Ray")
-        ray.shutdown()
 
     def _new_node(self, classes: _Classes) -> _Part:
         tiers = self._config.tiers
@@ -153,7 +158,8 @@ class Launched:
     def _new_worker(self, classes: _Classes, number: int) -> _Part:
         config = self._config
         name = f"worker-{number}"
-        handle = classes.worker.remote(
+        # What its runtime_env sets is in our environment already; with one, Ray would start it a second later.
+        handle = classes.worker.options(runtime_env={}).remote(
             worker_id=name,
             node_id=_NODE_ID,
             socket_path=str(self._socket),
@@ -199,8 +205,7 @@ def _start_ray(config: Config, folder: Path) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=config.worker.count
-            + 2,  # Ray starts so many processes at once; actors themselves ask for none
+            num_cpus=config.worker.count + 2,  # processes that Ray starts at once; our actors ask for none
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -232,9 +237,9 @@ def _await(part: _Part, ref: Any, progress: Callable[[], None]) -> Any:
     try:
         return ray.get(ref)
     except RayTaskError as error:
-        raise LaunchError(f"{part.name}: {_first_line(error.cause)}") from error
+        raise LaunchError(f"{part.name} can't start: {_first_line(error.cause)}") from error
     except RayActorError as error:
-        raise LaunchError(f"{part.name} died while it started: {_last_line(error)}") from error
+        raise LaunchError(f"{part.name} can't start: {_last_line(error)}") from error
 
 
 def _stop(parts: Sequence[_Part], limit_s: float) -> None:
@@ -252,4 +257,6 @@ def _first_line(error: object) -> str:
 
 
 def _last_line(error: object) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    """Of a traceback in text: what was raised, without its class."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return re.sub(r"^[\w.]*(Error|Exception): ", "", line)

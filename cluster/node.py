@@ -6,7 +6,6 @@ import os
 from typing import Any, Literal
 
 import ray
-import torch
 
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.page import TierName
@@ -33,7 +32,6 @@ class CacheNodeProcess:
         l4_bytes: int,
         l4_store: Literal["slab", "lmdb"] = "slab",
     ) -> None:
-        torch.set_num_threads(1)
         self._service = CacheService(
             node_id, socket_path, payload_bytes, l3_bytes, l4_path, l4_bytes, l4_store
         )

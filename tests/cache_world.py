@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
-from kvtier.tier.coordinator import Coordinator, Limits
+from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
     Command,
@@ -57,6 +57,7 @@ from kvtier.tier.messages import (
     Welcome,
 )
 from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.records import Limits
 
 PAYLOAD_BYTES = 4096
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -104,6 +105,7 @@ class World:
     ) -> None:
         self.now = 100.0
         self.host: dict[int, PageId] = {}  # slot -> the page whose bytes lie in it
+        self.bad: set[int] = set()  # slots of L3 whose page was found corrupt
         self.disk: dict[Place, PageId] = dict(disk or {})
         self.catalogue: dict[PageId, CatalogueEntry] = {}
         self.workers: dict[WorkerRef, SimWorker] = {}
@@ -216,7 +218,9 @@ class World:
         self, worker: SimWorker, request: str, indexes: list[int], corrupt: list[int] | None = None
     ) -> None:
         for index in indexes:
-            worker.leases[request].pop(index, None)
+            page = worker.leases[request].pop(index, None)
+            if page is not None and index in (corrupt or []):
+                self.bad.add(page.grant.slot)
         self.say(worker, Copied(request, indexes, len(indexes) * PAYLOAD_BYTES, 0.001, corrupt or []))
 
     def release(self, worker: SimWorker, request: str, from_index: int = 0) -> None:
@@ -279,7 +283,11 @@ class World:
                     "a slot is overwritten while it is read"
                 )
                 assert self.host[order.slot] == page, "the slot to write from holds another page"
+                if order.slot in self.bad:
+                    failure = "corrupt"
                 if failure is not None:
+                    if failure == "corrupt":
+                        self.bad.add(order.slot)
                     self.disk.pop(place, None)
                     self.tell(WriteFailed(order.transfer, failure, f"simulated {failure}"))
                 else:
@@ -292,6 +300,11 @@ class World:
         page = (check.envelope.key, check.envelope.variant)
         held = self.host.get(check.place.index) if check.tier is TierName.HOST else self.disk.get(check.place)
         assert held == page, "verification reads a slot that holds another page"
+        if check.tier is TierName.HOST:
+            if check.place.index in self.bad:
+                failure = "corrupt"
+            if failure is not None:
+                self.bad.add(check.place.index)
         self.tell(Verified(check.transfer, failure, "simulated"))
 
     def finish_all(self) -> None:
@@ -376,11 +389,13 @@ class World:
         assert self.host[page.grant.slot] == (key, "bf16"), (
             "a worker is offered another page than it asked for"
         )
+        assert page.grant.slot not in self.bad, "a corrupt copy is served again"
         assert page.checksum == checksum_of(key)
         worker.leases[request][page.index] = page
 
     def _assert_unused(self, slot: int) -> None:
         """The slot is about to be overwritten."""
+        self.bad.discard(slot)
         for worker in self.workers.values():
             assert all(grant.slot != slot for grant in worker.grants), "a granted slot is given away"
             for leases in worker.leases.values():

@@ -224,6 +224,9 @@ class EchoWorker:
     async def notes(self) -> list[str]:
         return ["started fresh"]
 
+    async def pid(self) -> int:
+        return 4242
+
     def _each(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         return [(key, self._outcome(key.hex())) for key in keys]
 

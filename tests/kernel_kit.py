@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvtier.kernels.cpu.build import BuildError, find_compiler
 from kvtier.kernels.ops import NativeKernels, TorchKernels
-from kvtier.workers.runner import default_cache_dir
+from kvtier.workers.model_store import default_cache
 
 Kind = Literal["torch", "native", "portable"]
 
@@ -32,4 +32,4 @@ def kernels(kind: Kind, threads: int = 2) -> TorchKernels | NativeKernels:
     """The kernels of a kind; "portable" uses no instruction newer than AVX2, and so all the plain paths."""
     if kind == "torch":
         return TorchKernels()
-    return NativeKernels(default_cache_dir(), threads, "native" if kind == "native" else "x86-64-v3")
+    return NativeKernels(default_cache(), threads, "native" if kind == "native" else "x86-64-v3")

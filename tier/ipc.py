@@ -25,9 +25,9 @@ from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.host import HostTier
 from kvtier.tier.messages import Hello, Refused, ToNode, ToWorker, Welcome
 
-MAX_FRAME_BYTES = 4 * 2**20  # a Locate of 100,000 pages; anything longer is garbage
-MAX_UNSENT_BYTES = 16 * 2**20  # a peer that lets so much pile up is not reading
-MAX_CONNECTIONS = 1024
+MAX_FRAME_BYTES = 16 * 2**20  # several times the longest Locate and Located; anything longer is garbage
+MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
+MAX_CONNECTIONS = 256  # well below a process's usual 1,024 descriptors
 MAX_PATH_BYTES = 107  # sun_path, without its zero
 _CHUNK_BYTES = 256 * 1024
 _CHUNKS_PER_POLL = 16
@@ -166,9 +166,14 @@ class NodeServer:
         connection = self._by_ref.get(worker)
         if connection is None or connection.is_ending:
             return
+        try:
+            data = frame(message)
+        except ValueError as error:  # a worker whose own names and chains are that long
+            self._end(connection, str(error))
+            return
         if isinstance(message, Welcome):
             connection.slab_fd = self._slab_fd
-        connection.unsent += frame(message)
+        connection.unsent += data
         self._to_flush[connection] = None
 
     def disconnect(self, worker: WorkerRef, reason: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ class _Barrier:
 
 Read = ReadPage | VerifyPage
 Write = WritePage | CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots
+_Order = CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | _Barrier
 
 
 class Mover:
@@ -151,11 +152,10 @@ class Mover:
             batch, is_last = self._next_batch(wait=not written)
             self._commit(written, [c for c in batch if isinstance(c, CommitCatalogue)])
             written = []
-            for command in batch:
+            for command in _runs(batch):
                 match command:
-                    case WritePage():
-                        if self._write(command):
-                            written.append(command)
+                    case list():
+                        written += self._write(command)
                     case WipeSlots():
                         self._attempt("wiping L4 slots", partial(self._wipe, command.places))
                     case ForgetTenant():
@@ -215,14 +215,19 @@ class Mover:
                 self._attempt("dropping L4 records", partial(self._ssd.commit, (), dropped))
         self._post(events)
 
-    def _write(self, command: WritePage) -> bool:
-        entry = command.entry
-        try:
-            self._ssd.write(entry.place, entry.envelope, self._payload(command.slot, entry.envelope))
-        except (OSError, PageCorrupt) as error:
-            self._post([WriteFailed(command.transfer, _failure(error), str(error))])
-            return False
-        return True
+    def _write(self, commands: Sequence[WritePage]) -> list[WritePage]:
+        """Write these pages' bytes; those that are in their slots now."""
+        errors = self._ssd.write_batch(
+            [(c.entry.place, c.entry.envelope, self._payload(c.slot, c.entry.envelope)) for c in commands]
+        )
+        failed = [
+            WriteFailed(command.transfer, _failure(error), str(error))
+            for command, error in zip(commands, errors, strict=True)
+            if error is not None
+        ]
+        if failed:
+            self._post(failed)
+        return [command for command, error in zip(commands, errors, strict=True) if error is None]
 
     def _wipe(self, places: Iterable[Place]) -> None:
         for place in places:
@@ -239,6 +244,21 @@ class Mover:
             action()
         except OSError as error:
             self._post([Note(f"{what} failed: {error}")])
+
+
+def _runs(batch: Iterable[Write | _Barrier]) -> Iterator[list[WritePage] | _Order]:
+    """The batch in its order, writes that follow each other taken together: the disk takes two at once."""
+    writes: list[WritePage] = []
+    for command in batch:
+        if isinstance(command, WritePage):
+            writes.append(command)
+            continue
+        if writes:
+            yield writes
+            writes = []
+        yield command
+    if writes:
+        yield writes
 
 
 def load_roots(path: Path) -> list[tuple[bytes, dict[str, str]]]:

@@ -290,7 +290,7 @@ class PrefixIndex:
         self._fuse_up(path._node)
 
     def touch(self, path: Path, now: float) -> None:
-        """Count an unpinned path as used now. Raises PageMissing when something was evicted since it was made."""
+        """Count a path as used now. Raises PageMissing when it isn't pinned and something was evicted since it was made."""
         if not path.pinned:
             self._end_run_at(path)
         self._touch_up(path._node, now)

@@ -23,11 +23,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import lmdb
 import msgspec
@@ -36,7 +37,6 @@ import xxhash
 from kvtier.tier.base import CatalogueEntry, Place, SegmentAllocator
 from kvtier.tier.lmdb_format import Damaged, check_database
 from kvtier.tier.page import (
-    ALIGN_BYTES,
     HEADER_BYTES,
     PACKED_ENVELOPE_BYTES,
     Buffer,
@@ -49,25 +49,14 @@ from kvtier.tier.page import (
     slot_bytes,
 )
 from kvtier.tier.slab import SlabFiles, sync_folder
+from kvtier.tier.ssd_layout import LAYOUT_FILE, MIN_SEGMENT_SLOTS, Layout, Plan, Store
 
-Store = Literal["slab", "lmdb"]
 PageId = tuple[PageKey, str]  # key, variant
 
-FORMAT_VERSION = 1  # of the folder: raise it when files of an older program can't be read
 RECORD_VERSION = 1
-MIN_SEGMENT_BYTES = 8 * 2**20
-SEGMENTS = 64  # a segment is about 1/64 of the tier
-MIN_SEGMENT_SLOTS = 8
-MAX_CLEARED_TENANTS = 1024
 CHECK_BATCH = 4096  # records of one transaction of the copy that the check makes
 
-_CATALOGUE, _PAGES, _LAYOUT, _LOCK, _COPY = "catalogue.mdb", "pages.mdb", "layout", "lock", "catalogue.new"
-# Catalogue bytes per page: a record takes about 310, a B-tree in random order is two thirds full, and a commit that
-# touches every leaf needs each of them twice. The copy at open is dense.
-_MAP_BYTES_PER_PAGE = 1024
-_COPY_BYTES_PER_PAGE = 512
-_MAP_SPARE_BYTES = 512 * 1024
-_SMALL_FILES_BYTES = 256 * 1024  # layout, locks, folders
+_CATALOGUE, _PAGES, _LOCK, _COPY = "catalogue.mdb", "pages.mdb", "lock", "catalogue.new"
 
 
 def open_ssd(
@@ -89,7 +78,7 @@ def open_ssd(
     for a budget that holds no page, OSError(EBUSY) when another process has the folder open, and OSError for a disk
     that refuses.
     """
-    plan = _Plan(capacity_bytes, slot_bytes)
+    plan = Plan(capacity_bytes, slot_bytes)
     folder = Path(path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
@@ -117,7 +106,7 @@ class SsdTier:
         self,
         pages: _PageStore,
         catalogue: _Catalogue,
-        layout: _Layout,
+        layout: Layout,
         folder: Path,
         allocator: SegmentAllocator,
         recovered: list[CatalogueEntry],
@@ -134,6 +123,7 @@ class SsdTier:
         self._layout = layout
         self._folder = folder
         self._lock: int | None = lock
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="l4-writer-2")
 
     def write(self, place: Place, envelope: Envelope, payload: Buffer) -> None:
         """Check the payload against its envelope and put both into the slot.
@@ -146,6 +136,33 @@ class SsdTier:
             raise IndexError(f"{place} is past a segment of {self.segment_bytes} bytes in slots of {size}")
         envelope.verify(payload)
         self._pages.write(place, envelope, payload)
+
+    def write_batch(
+        self, pages: Sequence[tuple[Place, Envelope, Buffer]]
+    ) -> list[OSError | PageCorrupt | None]:
+        """`write` for each page, two at a time, so that one is checked while the disk takes another.
+
+        What became of each, in their order. The places are all different; two batches don't overlap in time.
+        """
+        todo = deque(enumerate(pages))
+        results: list[OSError | PageCorrupt | None] = [None] * len(pages)
+
+        def work() -> None:
+            while todo:
+                try:
+                    index, (place, envelope, payload) = todo.popleft()
+                except IndexError:
+                    return  # the other thread took the last one
+                try:
+                    self.write(place, envelope, payload)
+                except (OSError, PageCorrupt) as error:
+                    results[index] = error
+
+        helper = self._helper.submit(work) if len(pages) > 1 else None
+        work()
+        if helper is not None and not helper.cancel():
+            helper.result()
+        return results
 
     def read(self, place: Place, key: PageKey, variant: str, out: memoryview) -> Envelope:
         """Fill `out`, an L3 slot, header first, and check what arrived. `out` is undefined after an exception.
@@ -190,6 +207,7 @@ class SsdTier:
         """Close all files and let the folder go. Idempotent; no other call may be running."""
         if self._lock is None:
             return
+        self._helper.shutdown()
         self._pages.close()
         self._catalogue.close()
         os.close(self._lock)
@@ -215,112 +233,8 @@ class _PageStore(Protocol):
 # ---- opening ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a byte budget is cut up. ValueError when it holds no page."""
-
-    capacity_bytes: int
-    slot_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.slot_bytes <= HEADER_BYTES or self.slot_bytes % ALIGN_BYTES:
-            raise ValueError(f"slot_bytes must be a multiple of {ALIGN_BYTES}, got {self.slot_bytes}")
-        if self.store_bytes < self.slot_bytes:
-            raise ValueError(
-                f"L4 of {self.capacity_bytes} bytes has no room for a page of {self.slot_bytes} and its catalogue"
-            )
-
-    @property
-    def num_pages(self) -> int:
-        return max(0, self.capacity_bytes) // self.slot_bytes
-
-    @property
-    def map_bytes(self) -> int:
-        return _round_up(_MAP_SPARE_BYTES + _MAP_BYTES_PER_PAGE * self.num_pages)
-
-    @property
-    def copy_bytes(self) -> int:
-        return _round_up(_MAP_SPARE_BYTES // 2 + _COPY_BYTES_PER_PAGE * self.num_pages)
-
-    @property
-    def store_bytes(self) -> int:
-        """What is left for page bytes and, in LMDB, their overhead."""
-        return self.capacity_bytes - self.map_bytes - self.copy_bytes - _SMALL_FILES_BYTES
-
-    def page_bytes(self, store: Store) -> int:
-        """What is left for pages."""
-        if store == "slab":
-            return self.store_bytes
-        return max(0, self.store_bytes - _lmdb_overhead_bytes(self.store_bytes, self.slot_bytes))
-
-    def segment_bytes(self, store: Store) -> int:
-        """The segment size for a new folder: whole slots, and all of the budget used."""
-        pages = self.page_bytes(store)
-        if pages < self.slot_bytes:
-            raise ValueError(
-                f"L4 of {self.capacity_bytes} bytes has no room for a page of {self.slot_bytes} in store {store!r}"
-            )
-        wanted = max(pages // SEGMENTS, MIN_SEGMENT_BYTES, MIN_SEGMENT_SLOTS * self.slot_bytes)
-        count = max(1, pages // wanted)
-        return pages // count // self.slot_bytes * self.slot_bytes
-
-
-@dataclass(slots=True)
-class _Layout:
-    """The file `layout`: what the folder is, and which tenants were cleared when.
-
-    `era` goes up with each clear. A slot whose stamp is of an era before its tenant's in `cleared`, or before
-    `floor`, is dead: a rebuild passes it over.
-    """
-
-    store: str
-    segment_bytes: int
-    era: int = 0
-    floor: int = 0
-    cleared: dict[str, int] = field(default_factory=dict)  # tenant digest in hex -> era of its last clear
-    version: int = FORMAT_VERSION
-
-    def forget(self, tenant: bytes | None) -> None:
-        self.era += 1
-        if tenant is None:
-            self.cleared.clear()
-            self.floor = self.era
-            return
-        self.cleared.pop(tenant.hex(), None)
-        self.cleared[tenant.hex()] = self.era
-        while len(self.cleared) > MAX_CLEARED_TENANTS:
-            self.floor = self.cleared.pop(next(iter(self.cleared)))
-
-    def is_dead(self, tenant: bytes, era: int) -> bool:
-        return era < max(self.floor, self.cleared.get(tenant.hex(), 0))
-
-    def save(self, folder: Path) -> None:
-        """Replace the file in one step that a power cut can't split."""
-        body = msgspec.json.encode(self)
-        new = folder / f"{_LAYOUT}.new"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, body + b"\n" + xxhash.xxh3_64(body).hexdigest().encode() + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(new, folder / _LAYOUT)
-        sync_folder(folder)
-
-    @classmethod
-    def load(cls, folder: Path) -> _Layout:
-        """Raises FileNotFoundError, or ValueError saying what is wrong with it."""
-        body, _, digest = (folder / _LAYOUT).read_bytes().partition(b"\n")
-        if xxhash.xxh3_64(body).hexdigest().encode() != digest.strip():
-            raise ValueError("its layout file is damaged")
-        version = msgspec.json.decode(body).get("version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format {version}, this program reads {FORMAT_VERSION}")
-        return msgspec.json.decode(body, type=cls)
-
-
 def _open_locked(
-    folder: Path, plan: _Plan, store: Store, lock: int, check_timeout_s: float, rebuild_s: float
+    folder: Path, plan: Plan, store: Store, lock: int, check_timeout_s: float, rebuild_s: float
 ) -> SsdTier:
     notes: list[str] = []
     damage: str | None = None
@@ -366,10 +280,10 @@ def _open_locked(
         raise
 
 
-def _usable_layout(folder: Path, plan: _Plan, store: Store, notes: list[str]) -> _Layout | None:
+def _usable_layout(folder: Path, plan: Plan, store: Store, notes: list[str]) -> Layout | None:
     """The folder's layout when its files can be taken over; None (and a note) when it must start fresh."""
     try:
-        layout = _Layout.load(folder)
+        layout = Layout.load(folder)
     except FileNotFoundError:
         if any((folder / name).exists() for name in (_CATALOGUE, _PAGES)):
             notes.append(f"L4 at {folder}: its layout file is gone; started empty")
@@ -380,7 +294,7 @@ def _usable_layout(folder: Path, plan: _Plan, store: Store, notes: list[str]) ->
     if layout.store != store:
         notes.append(f"L4 at {folder}: it was store {layout.store!r} and is {store!r} now; started empty")
         return None
-    if store == "lmdb" and _size_of(folder / _PAGES) > plan.store_bytes:
+    if store == "lmdb" and _size_of(folder / _PAGES) > plan.pages_map_bytes:
         notes.append(f"L4 at {folder}: it is larger than its new budget; started empty")
         return None
     suits = MIN_SEGMENT_SLOTS * plan.slot_bytes <= layout.segment_bytes <= plan.page_bytes(store)
@@ -392,9 +306,9 @@ def _usable_layout(folder: Path, plan: _Plan, store: Store, notes: list[str]) ->
     return layout
 
 
-def _start_fresh(folder: Path, plan: _Plan, store: Store) -> _Layout:
+def _start_fresh(folder: Path, plan: Plan, store: Store) -> Layout:
     """Delete our files, and only ours. The layout file comes last, so that a start cut short is seen as one."""
-    for name in (_LAYOUT, f"{_LAYOUT}.new"):
+    for name in (LAYOUT_FILE, f"{LAYOUT_FILE}.new"):
         (folder / name).unlink(missing_ok=True)
     SlabFiles.delete_all(folder)
     _delete_database(folder, _PAGES)
@@ -402,13 +316,13 @@ def _start_fresh(folder: Path, plan: _Plan, store: Store) -> _Layout:
     _Catalogue.open(folder, plan, store).close()
     if store == "lmdb":
         _LmdbPages(folder, plan).close()
-    layout = _Layout(store, plan.segment_bytes(store))
+    layout = Layout(store, plan.segment_bytes(store))
     layout.save(folder)
     return layout
 
 
 def _open_pages(
-    folder: Path, plan: _Plan, store: Store, layout: _Layout, num_segments: int
+    folder: Path, plan: Plan, store: Store, layout: Layout, num_segments: int
 ) -> SlabFiles | _LmdbPages:
     if store == "slab":
         return SlabFiles(folder, num_segments, layout.segment_bytes, layout.era)
@@ -430,7 +344,7 @@ def _claim(
 
 
 def _rebuild(
-    pages: SlabFiles, layout: _Layout, allocator: SegmentAllocator, rebuild_s: float
+    pages: SlabFiles, layout: Layout, allocator: SegmentAllocator, rebuild_s: float
 ) -> tuple[list[CatalogueEntry], bool]:
     """Entries for the pages that lie whole in the slab files; whether the scan came to its end."""
     deadline = time.monotonic() + rebuild_s
@@ -495,7 +409,7 @@ class _Catalogue:
         self._env = env
 
     @classmethod
-    def open(cls, folder: Path, plan: _Plan, store: Store) -> _Catalogue:
+    def open(cls, folder: Path, plan: Plan, store: Store) -> _Catalogue:
         _delete_lock_file(folder, _CATALOGUE)
         return cls(_open_env(folder / _CATALOGUE, plan.map_bytes, readahead=False, flush=store == "lmdb"))
 
@@ -565,24 +479,16 @@ def _unpack_entry(name: bytes, value: bytes) -> CatalogueEntry:
 # ---- store "lmdb" ----------------------------------------------------------------------------------------------
 
 
-def _lmdb_overhead_bytes(store_bytes: int, slot_bytes: int) -> int:
-    """What LMDB needs beside the pages: B-tree and free list, and runs that wait for old readers to end.
-
-    A payload and LMDB's own 16-byte head take at most a slot's bytes, so a page never takes more than its slot.
-    """
-    return _MAP_SPARE_BYTES + 12 * slot_bytes + 1024 * (store_bytes // slot_bytes) + store_bytes // 64
-
-
 class _LmdbPages:
     """Page bytes as LMDB values in one file: per place one value for the envelope, one for the payload."""
 
-    def __init__(self, folder: Path, plan: _Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self.era = 0  # nothing is ever rebuilt from this store, so no stamps
         self._sizes: dict[int, int] = {}  # segment -> the slot size that all its values have
         _delete_lock_file(folder, _PAGES)
         # Readahead: measured 74 MB/s without and 42 with for cold values of 256 KiB, 50 and 158 for 2 MiB.
         readahead = plan.slot_bytes >= 2**20
-        self._env = _open_env(folder / _PAGES, _round_down(plan.store_bytes), readahead, flush=True)
+        self._env = _open_env(folder / _PAGES, plan.pages_map_bytes, readahead, flush=True)
 
     def holds(self, place: Place, size: int) -> bool:
         with self._env.begin(buffers=True) as txn:
@@ -703,18 +609,10 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _round_up(n: int) -> int:
-    return -(-n // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _round_down(n: int) -> int:
-    return n // ALIGN_BYTES * ALIGN_BYTES
-
-
 # ---- the check, in a process of its own ------------------------------------------------------------------------
 
 
-def _check_in_child(folder: Path, plan: _Plan, store: Store, timeout_s: float) -> str | None:
+def _check_in_child(folder: Path, plan: Plan, store: Store, timeout_s: float) -> str | None:
     """Have a child read the catalogue and write a sound copy of it, and put the copy in its place.
 
     None, or what is wrong with the files; then neither they nor anything of them is in use, and the catalogue is

@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 import ray
 
-from kvtier.kernels.memory import raise_malloc_thresholds
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.page import TierName
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo
 from kvtier.workers.outputs import OutputSender
-from kvtier.workers.runner import load_runner
-from kvtier.workers.worker import DecodeWorker
+
+if TYPE_CHECKING:
+    from kvtier.workers.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,11 @@ class DecodeWorkerProcess:
         load_deadline_ms: float = 2000.0,
         epoch: int = 0,
     ) -> None:
+        # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
+        from kvtier.kernels.memory import raise_malloc_thresholds
+        from kvtier.workers.runner import load_runner
+        from kvtier.workers.worker import DecodeWorker
+
         raise_malloc_thresholds()
         runner = load_runner(
             model_path,

@@ -13,6 +13,10 @@ class QueueFull(Exception):
     """A worker has as many requests waiting as it takes; the message names the number. Try again later."""
 
 
+class WorkerStopped(RuntimeError):
+    """The worker takes nothing more: it is stopping, or it failed, and the message says how."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 

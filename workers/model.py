@@ -19,6 +19,7 @@ from kvtier.kernels.ops import (
     NativeKernels,
     NativeLlama,
     StepPlan,
+    make_plan,
 )
 from kvtier.tier.page import PageFormat, PageSpec
 from kvtier.workers.model_files import load_tensors, read_config
@@ -32,6 +33,10 @@ _FORMATS = {"float32": PageFormat.FP32, "bfloat16": PageFormat.BF16, "float16": 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's position alone
 _LEAN_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ATTENTION_NAME = "kvtier_paged"
+_PROBE_TOKENS = 8
+_PROBE_ERROR = (
+    0.1  # of the logits' norm; rounding makes about 0.01 in bfloat16, a wrong mask or position 0.5 and more
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,11 +419,15 @@ class TransformersModel:
             self._model = loader.from_pretrained(
                 folder, dtype=layout.dtype, attn_implementation=_ATTENTION_NAME
             )
-        except (ValueError, KeyError) as error:
+        except KeyError as error:
+            if error.args != (_ATTENTION_NAME,):
+                raise ValueError(f"transformers can't load {folder}: no {error}") from error
+            raise ValueError(f"{folder} isn't supported: its model's attention can't be replaced") from error
+        except ValueError as error:
             raise ValueError(f"transformers can't load {folder}: {error}") from error
         if not getattr(self._model, "_supports_attention_backend", False):
             name = type(self._model).__name__
-            raise ValueError(f"{name} isn't supported: it doesn't let its attention be replaced")
+            raise ValueError(f"{name} isn't supported: its attention can't be replaced")
         self._model.eval().to(device)
         self._device = device
         self._layout = layout
@@ -446,6 +455,32 @@ class TransformersModel:
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def verify(self, arena: torch.Tensor) -> None:
+        """Compare a short text's logits over pages with those of the model's own attention.
+
+        Finds architectures whose modules do more than they tell their attention function. Uses the arena's last
+        frames, and zeroes them. Raises ValueError when the logits differ by more than rounding could make them.
+        """
+        half = min(_PROBE_TOKENS, len(arena) * self._layout.page_tokens) // 2
+        pages = -(-2 * half // self._layout.page_tokens)
+        frames = np.arange(len(arena) - pages, len(arena), dtype=np.int32)
+        at = np.arange(2 * half, dtype=np.int32)
+        ids = at * 7919 % int(self._model.config.vocab_size)
+        parts = []
+        for rows in (slice(0, half), slice(half, 2 * half)):
+            plan = make_plan([(0, half, rows.stop, frames)], self._layout.page_tokens)
+            parts.append(self.forward(ids[rows], at[rows], plan, arena, at[:half]))
+        arena[len(arena) - pages :] = 0
+        self._model.set_attn_implementation("eager")
+        own = self._model(input_ids=_on(self._device, ids)[0][None], use_cache=False).logits[0].float()
+        self._model.set_attn_implementation(_ATTENTION_NAME)
+        error = (torch.cat(parts) - own).norm() / own.norm()
+        if not error < _PROBE_ERROR:
+            name = type(self._model).__name__
+            raise ValueError(
+                f"{name} isn't supported: over pages its logits differ by {error:.0%} from its own attention's"
+            )
 
 
 _REFUSED_BY_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias")

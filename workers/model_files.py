@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -202,22 +201,3 @@ def _write_fingerprints(store: Path, known: dict[str, str]) -> None:
         os.replace(name, store)
     except OSError as error:
         log.info("weights fingerprints aren't cached: %s", error)
-
-
-def tokenizer_digest(folder: Path) -> str:
-    """Digest of the tokenizer's and the chat template's files; "" when the folder has no tokenizer."""
-    files: Iterable[str] = (
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "special_tokens_map.json",
-    )
-    h = blake2b(digest_size=32)
-    found = False
-    for name in files:
-        file = folder / name
-        if file.is_file():
-            h.update(name.encode() + b"\0" + bytes.fromhex(file_digest(file)))
-            found = found or name in ("tokenizer.json", "tokenizer.model")
-    return h.hexdigest() if found else ""

@@ -37,7 +37,9 @@ from kvtier.workers.model import (
     rope_tables,
     spec_of,
 )
-from kvtier.workers.model_files import resolve_model, tokenizer_digest, weights_fingerprint
+from kvtier.workers.model_files import resolve_model, weights_fingerprint
+from kvtier.workers.model_store import default_cache
+from kvtier.workers.model_text import tokenizer_digest
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ FIXED_ROWS = (
     16  # rows of each torch forward in invariant mode; fewer is slower prefill, more is slower decode
 )
 MIN_FRAMES = 4
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(slots=True)
@@ -90,11 +93,6 @@ class ModelRunner(Protocol):
         """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab]."""
 
 
-def default_cache_dir() -> Path:
-    """Where converted models, fingerprints and compiled kernels are kept unless told otherwise."""
-    return Path.home() / ".cache" / "kvtier"
-
-
 def load_runner(
     path: str,
     *,
@@ -115,20 +113,24 @@ def load_runner(
     `max_context` 0 means what the model's config says. `native` is "auto" (compiled kernels where a compiler is),
     "off", or "require". Raises ValueError or FileNotFoundError with the way out.
     """
-    cache = cache_dir or default_cache_dir()
+    cache = cache_dir or default_cache()
     folder = resolve_model(path, cache)
     shape = read_shape(folder)
     spec = spec_of(shape, dtype, page_tokens)
     threads = max(1, threads)
     torch.set_num_threads(threads)
-    invariant = _is_invariant(numerics, dtype)
+    invariant = _is_invariant(numerics, dtype, shape)
     positions = _context_limit(shape, max_context)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layout = layout_of(spec)
     arena = new_arena(l1_bytes, spec, device)
     kernels = choose_kernels(device, cache, threads, native)
-    model = _load_model(folder, shape, layout, kernels, forward, positions, device, max_batch_tokens)
+    model = _load_model(folder, shape, layout, kernels, forward, positions, arena, max_batch_tokens)
     computed_by = f"{model.kind}, {kernels.name}" if invariant else model.kind
+    if isinstance(model, NativeModel):
+        torch.set_num_threads(
+            1
+        )  # what is left to torch is small, and its threads would only be in our threads' way
     return Runner(
         model=model,
         kernels=kernels,
@@ -145,10 +147,16 @@ def load_runner(
     )
 
 
-def _is_invariant(numerics: str, dtype: str) -> bool:
+def _is_invariant(numerics: str, dtype: str, shape: ModelShape) -> bool:
     if numerics not in ("auto", "fast", "invariant"):
         raise ValueError(f"numerics must be auto, fast or invariant, got {numerics!r}")
-    return numerics == "invariant" or (numerics == "auto" and dtype == "float32")
+    experts = any(int(shape.config.get(name) or 0) > 1 for name in _EXPERTS)
+    if experts and numerics == "invariant":
+        raise ValueError(
+            f"numerics invariant isn't supported for {shape.architecture}: which rows share a product depends on the"
+            " experts they choose; use fast"
+        )
+    return numerics == "invariant" or (numerics == "auto" and dtype == "float32" and not experts)
 
 
 def _context_limit(shape: ModelShape, max_context: int) -> int:
@@ -164,16 +172,20 @@ def _load_model(
     kernels: TorchKernels | NativeKernels,
     forward: str,
     positions: int,
-    device: torch.device,
+    arena: torch.Tensor,
     max_rows: int,
 ) -> Model:
+    device = arena.device
     if forward not in ("auto", "lean", "transformers"):
         raise ValueError(f"forward must be auto, lean or transformers, got {forward!r}")
     refusal = lean_refusal(shape)
     if forward == "lean" and refusal:
         raise ValueError(f"forward: lean can't run this model: {refusal}; use auto or transformers")
     if forward == "transformers" or refusal:
-        return TransformersModel(folder, layout, kernels, device)
+        model = TransformersModel(folder, layout, kernels, device)
+        with torch.inference_mode():
+            model.verify(arena)
+        return model
     weights = LeanWeights(folder, shape, layout.dtype, device)
     rope = rope_tables(folder, shape, positions)
     if isinstance(kernels, NativeKernels):
@@ -288,7 +300,7 @@ class Runner:
             if not self._fixed_rows:
                 return self._run(batch)
             parts = [self._run(tile) for tile in fixed_tiles(batch, self._fixed_rows)]
-            return _pick(parts, batch.logit_rows, self._fixed_rows, self.vocab_size)
+            return _pick(parts, batch.logit_rows, self._fixed_rows)
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         plan = make_plan(
@@ -327,7 +339,8 @@ def _cut(sequences: list[SequenceRows], at: int, end: int) -> Iterator[SequenceR
             yield SequenceRows(first - at, last - first, s.context - left_out, s.frames)
 
 
-def _pick(parts: list[torch.Tensor], logit_rows: IntArray, rows: int, vocab_size: int) -> torch.Tensor:
+def _pick(parts: list[torch.Tensor], logit_rows: IntArray, rows: int) -> torch.Tensor:
+    """The wanted rows' logits out of the tiles' logits, which are of all of a tile's rows or of none."""
     if not len(logit_rows):
-        return torch.zeros(0, vocab_size)
+        return parts[0][:0]
     return torch.stack([parts[row // rows][row % rows] for row in logit_rows.tolist()])

@@ -67,7 +67,7 @@ class Step:
     copies: list[CopyHead] = field(default_factory=list)
     demotions: list[Demotion] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)  # LOADING from now on: locate their pages
-    leases_over: list[str] = field(default_factory=list)  # of preempted sequences that found all they need in L1
+    leases_over: list[str] = field(default_factory=list)  # of preempted ones that found all they need in L1
     broken_pins: int = 0
 
 

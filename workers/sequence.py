@@ -258,7 +258,6 @@ class Sequence:
         "computed",
         "copies",
         "final_tokens",
-        "finish_reason",
         "frames",
         "head_tokens",
         "index",
@@ -316,7 +315,6 @@ class Sequence:
         self.lease: str | None = None  # holds pages in L3 over a preemption
         self.copies = 0  # of its pages to L3 in flight
         self.last_token_s = request.submitted_s
-        self.finish_reason: FinishReason | None = None
 
     @property
     def pending(self) -> int:

@@ -11,34 +11,34 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.base import PageInfo
 from kvtier.tier.hbm import Arena
-from kvtier.tier.identity import root_key, tenant_digest
+from kvtier.tier.identity import root_key
 from kvtier.tier.messages import Hello
-from kvtier.tier.page import PageKey, RootKey, TierName
-from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
+from kvtier.tier.page import TierName
+from kvtier.tier.stats import Snapshot
+from kvtier.workers.accounts import Accounts
 from kvtier.workers.api import (
     EngineRequest,
     Explanation,
     FinishReason,
     Output,
-    PageNote,
     QueueFull,
     TokenLogprobs,
     WorkerInfo,
+    WorkerStopped,
 )
 from kvtier.workers.copier import Copier, Job
 from kvtier.workers.inbox import Inbox
+from kvtier.workers.level1 import Level1, Outcomes
 from kvtier.workers.node_link import (
     Connected,
     ConnectionLost,
@@ -52,16 +52,14 @@ from kvtier.workers.pager import Pager
 from kvtier.workers.runner import ModelRunner, SequenceRows, StepBatch
 from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
 from kvtier.workers.scheduler import Row, Scheduler
-from kvtier.workers.sequence import Request, Sequence, SequenceState, Tenancy
+from kvtier.workers.sequence import Request, Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-EXPLANATIONS = 1024  # of the latest requests
 ADMIN_TIMEOUT_S = 60.0  # a step of a large prefill takes seconds, not minutes
 ADMIN_CALLS = 256  # waiting at once, cancellations included
 SPEED_WEIGHT = 0.3  # of the latest prefill in the average; anything from 0.1 to 0.5 behaves alike
-LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +93,6 @@ class _Stop:
 
 
 _Event = _Submitted | _Cancelled | _Copied | _Call | _Stop | LinkEvent
-
-
-class WorkerStopped(RuntimeError):
-    """The worker takes nothing more: it is stopping, or it failed, and the message says how."""
 
 
 class DecodeWorker:
@@ -135,10 +129,6 @@ class DecodeWorker:
         self._always_load = always_load
         self._max_waiting = max_waiting
         self._tokenizer_digest = tokenizer_digest
-        self._root = root_key(runner.root_fields)
-        self._tenancies = {
-            name: _tenancy(self._root, tenant_digest(name), salt, 0) for name, salt in tenants.items()
-        }
         self._inbox: Inbox[_Event] = Inbox(max_waiting + ADMIN_CALLS)
         self._arena = Arena(runner.arena)
         self._table = PageTable(num_frames, spec.page_tokens, spec.nbytes)
@@ -167,18 +157,23 @@ class DecodeWorker:
             frames=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
         )
         self._requests: dict[str, Request] = {}
-        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
-        self._totals = RequestTotals()
-        self._tiers = {tier: TierCounters() for tier in (TierName.HBM, TierName.HOST, TierName.SSD)}
+        self._accounts = Accounts(self._table, worker_id)
+        self._level1 = Level1(
+            worker_id=worker_id,
+            root=root_key(runner.root_fields),
+            tenants=tenants,
+            table=self._table,
+            pager=self._pager,
+            spec=spec,
+            clock=time.monotonic,
+        )
         self._outputs: list[Output] = []
         self._next_number = 0
-        self._clears = 0
         self._seconds_per_token: float | None = None  # of prefill
         self._stop_at_s: float | None = None
         self._error: str | None = None
         self._is_over = False
         self._waiting = 0  # requests queued, as of the last step
-        self._said_s = -LOG_EVERY_S
         # Filled anew at each step, so that a step allocates little.
         self._token_ids = np.zeros(max_batch_tokens, np.int32)
         self._positions = np.zeros(max_batch_tokens, np.int32)
@@ -245,7 +240,7 @@ class DecodeWorker:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Where a request's prompt was found, and why not all of it; None when it isn't remembered."""
-        return self._call(lambda: self._explanations.get(request_id))
+        return self._call(lambda: self._accounts.explanations.get(request_id))
 
     def pages(
         self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
@@ -253,27 +248,27 @@ class DecodeWorker:
         """At most `limit` cached pages of a tenant (None: of all); none of another tier than L1."""
         if tier not in (None, TierName.HBM):
             return []
-        return self._call(lambda: self._list_pages(_digest(tenant), limit))
+        return self._call(lambda: self._level1.pages(tenant, limit))
 
-    def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+    def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages in L1, and those before them. REJECTED past the bound, half of L1's pages."""
-        return self._call(lambda: [(key, self._pin(PageKey(key))) for key in keys])
+        return self._call(lambda: self._level1.pin(keys))
 
-    def unpin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+    def unpin(self, keys: list[bytes]) -> Outcomes:
         """Undo `pin`."""
-        return self._call(lambda: [(key, self._unpin(PageKey(key))) for key in keys])
+        return self._call(lambda: self._level1.unpin(keys))
 
-    def evict(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+    def evict(self, keys: list[bytes]) -> Outcomes:
         """Drop pages from L1, with those behind them. REJECTED: it is pinned. DEFERRED: as soon as its users end."""
-        return self._call(lambda: self._evict([PageKey(key) for key in keys]))
+        return self._call(lambda: self._level1.evict(keys))
 
-    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
+    def clear(self, tenant: str | None = None) -> Outcomes:
         """Drop a tenant's pages (None: of all). DEFERRED: not found any more, gone when its users end."""
-        return self._call(lambda: self._clear(_digest(tenant)))
+        return self._call(lambda: self._clear(tenant))
 
-    def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
+    def verify(self, keys: list[bytes] | None = None) -> Outcomes:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
-        return self._call(lambda: self._verify([PageKey(k) for k in keys] if keys is not None else None))
+        return self._call(lambda: self._level1.verify(keys))
 
     def idle(self) -> bool:
         """No request, no copy, nothing left to save."""
@@ -473,7 +468,7 @@ class DecodeWorker:
             return
         first = request.usage is None
         if first:
-            self._count(request, now)
+            self._accounts.count(request, now)
         seq.append(token, now)
         reason = seq.ends_with(token)
         last = reason is not None
@@ -491,60 +486,6 @@ class DecodeWorker:
         if last:
             self._retire(seq, now)
 
-    def _count(self, request: Request, now: float) -> None:
-        """The request's first token: its prompt counts, now and never again."""
-        request.first_token_s = now
-        usage = request.count_usage()
-        totals = self._totals
-        totals.requests += 1
-        totals.prompt_tokens += usage.prompt_tokens
-        totals.computed_tokens += usage.computed_tokens
-        totals.cached_tokens += usage.prompt_tokens - usage.computed_tokens
-        hits = request.cached_tokens()
-        if TierName.HOST in request.lookups:
-            below = request.lookups[TierName.HOST] - hits[TierName.HOST]
-            request.looked(TierName.SSD, below)
-        for tier, counters in self._tiers.items():
-            counters.lookups_tokens += request.lookups.get(tier, 0)
-            counters.hit_tokens += hits[tier]
-        self._remember(request)
-
-    def _remember(self, request: Request) -> None:
-        """Keep what `explain` tells."""
-        request_id = request.spec.request_id
-        self._explanations.pop(request_id, None)
-        self._explanations[request_id] = Explanation(
-            request_id=request_id,
-            tenant=request.spec.tenant,
-            worker_id=self.worker_id,
-            prompt_tokens=request.prompt_tokens,
-            notes=self._notes(request),
-            usage=request.usage,
-            preemptions=request.preemptions,
-        )
-        if len(self._explanations) > EXPLANATIONS:
-            self._explanations.popitem(last=False)
-
-    def _notes(self, request: Request) -> tuple[PageNote, ...]:
-        """The request's notes, with what L1 itself remembers where the node knew nothing better."""
-        page_tokens = self._spec.page_tokens
-        notes: list[PageNote] = []
-        for note in request.notes(page_tokens):
-            if note.reason == "never_stored":
-                keys = request.sequences[0].page_keys(note.start // page_tokens + 1, page_tokens)
-                ghost = self._table.ghosts.get(keys[note.start // page_tokens])
-                if ghost is not None:
-                    ago, idle = time.monotonic() - ghost.evicted_s, ghost.evicted_s - ghost.last_use_s
-                    detail = (
-                        f"from L1 {ago:.1f} s ago, longest unused then (for {idle:.1f} s); not found below"
-                    )
-                    note = PageNote(note.start, note.end, note.tier, "evicted", detail)
-                elif not note.detail:
-                    where = "L1 is the only tier" if not self._link.is_up else "L1 never held it"
-                    note = PageNote(note.start, note.end, note.tier, note.reason, where)
-            notes.append(note)
-        return tuple(notes)
-
     def _send_outputs(self) -> None:
         if self._outputs:
             outputs, self._outputs = self._outputs, []
@@ -556,7 +497,7 @@ class DecodeWorker:
         spec.sampling.validate()
         if not spec.token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
-        if spec.tenant not in self._tenancies:
+        if spec.tenant not in self._level1.tenancies:
             raise ValueError(f"unknown tenant {spec.tenant!r}")
         vocab_size = self._runner.vocab_size
         for token in (min(spec.token_ids), max(spec.token_ids)):
@@ -580,7 +521,7 @@ class DecodeWorker:
                     Output(spec.request_id, index, (), finish_reason=FinishReason.ERROR, error=reason)
                 )
             return
-        tenancy = self._tenancies[spec.tenant]
+        tenancy = self._level1.tenancies[spec.tenant]
         request = Request(spec, self._next_number, tenancy, event.submitted_s, event.wall_s)
         self._next_number += spec.sampling.n
         seq = self._new_sequence(request, 0)
@@ -636,16 +577,7 @@ class DecodeWorker:
 
     def _close_request(self, request: Request) -> None:
         del self._requests[request.spec.request_id]
-        if request.usage is None:
-            self._totals.aborted_prompt_tokens += request.prompt_tokens
-            self._remember(request)
-            return
-        told = self._explanations.get(request.spec.request_id)
-        if told is not None:
-            tokens = sum(seq.completion_tokens for seq in request.sequences)
-            self._explanations[request.spec.request_id] = replace(
-                told, usage=request.usage_of(tokens), preemptions=request.preemptions
-            )
+        self._accounts.close(request, time.monotonic())
 
     def _begin_stop(self, deadline_s: float) -> None:
         if self._stop_at_s is None:
@@ -712,124 +644,21 @@ class DecodeWorker:
         return result.result(timeout=ADMIN_TIMEOUT_S)
 
     def _snapshot(self) -> Snapshot:
-        table = self._table
-        page_tokens = self._spec.page_tokens
-        counters = self._pager.counters
-        found = self._tiers[TierName.HBM]
-        held, filled = table.fill(self._scheduler.active)
-        used = table.capacity - table.frames.free_frames
-        level1 = TierCounters(
-            capacity_bytes=counters.capacity_bytes,
-            used_bytes=used * self._spec.nbytes,
-            pages=used,
-            lookups_tokens=found.lookups_tokens,
-            hit_tokens=found.hit_tokens,
-            promoted_pages=counters.promoted_pages,
-            evicted_pages=table.evicted_pages,
-            bytes_in=counters.bytes_in,
-            bytes_out=counters.bytes_out,
-            corrupt_pages=counters.corrupt_pages,
-            loads_s=counters.loads_s.copy(),
+        level1 = self._level1.counters()
+        level1.add(self._accounts.tiers[TierName.HBM])
+        below = {tier: replace(self._accounts.tiers[tier]) for tier in (TierName.HOST, TierName.SSD)}
+        held, filled = self._table.fill(self._scheduler.active)
+        totals = replace(
+            self._accounts.totals,
+            used_page_tokens=filled,
+            held_page_tokens=held * self._spec.page_tokens,
         )
-        below = {
-            tier: TierCounters(
-                lookups_tokens=self._tiers[tier].lookups_tokens, hit_tokens=self._tiers[tier].hit_tokens
-            )
-            for tier in (TierName.HOST, TierName.SSD)
-        }
-        totals = RequestTotals()
-        totals.add(self._totals)
-        totals.used_page_tokens, totals.held_page_tokens = filled, held * page_tokens
         return Snapshot({TierName.HBM: level1, **below}, totals)
 
-    def _list_pages(self, tenant: bytes | None, limit: int) -> list[PageInfo]:
-        now = time.monotonic()
-        found: list[PageInfo] = []
-        for frame, record, is_held in self._table.cached():
-            if tenant not in (None, record.tenant):
-                continue
-            if len(found) >= limit:
-                break
-            is_pinned = record.key in self._table.pinned
-            found.append(
-                PageInfo(
-                    key=record.key.hex(),
-                    tier=TierName.HBM,
-                    owner=self.worker_id,
-                    tenant=record.tenant.hex(),
-                    root=record.root.hex(),
-                    parent=record.parent.hex(),
-                    variant=self._spec.format.value,
-                    depth=record.depth,
-                    tokens=self._spec.page_tokens,
-                    nbytes=self._spec.nbytes,
-                    uses=record.uses,
-                    idle_s=max(0.0, now - record.last_use_s),
-                    pinned=is_pinned,
-                    readers=self._table.copies_of(frame) + (is_held and not is_pinned),
-                    state="sealed",
-                )
-            )
-        return found
-
-    def _pin(self, key: PageKey) -> Outcome:
-        match self._table.pin(key):
-            case None:
-                return Outcome.MISSING
-            case False:
-                return Outcome.REJECTED
-            case True:
-                return Outcome.ACCEPTED
-
-    def _unpin(self, key: PageKey) -> Outcome:
-        if key not in self._table.by_key:
-            return Outcome.MISSING
-        self._table.unpin(key, time.monotonic())
-        return Outcome.ACCEPTED
-
-    def _evict(self, keys: list[PageKey]) -> list[tuple[bytes, Outcome]]:
-        here = {key for key in keys if key in self._table.by_key}
-        outcomes: list[tuple[bytes, Outcome]] = []
-        for key in keys:
-            outcome = Outcome.MISSING
-            if key in here:
-                outcome = self._evict_one(key)
-            outcomes.append((key, outcome))
-        return outcomes
-
-    def _evict_one(self, key: PageKey) -> Outcome:
-        if self._table.is_pinned(key):
-            return Outcome.REJECTED
-        # Gone already: it went with a page before it.
-        return Outcome.DEFERRED if self._table.remove(key, time.monotonic()) is False else Outcome.ACCEPTED
-
-    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
-        now = time.monotonic()
-        self._clears += 1
-        outcomes: list[tuple[bytes, Outcome]] = []
-        for name, tenancy in list(self._tenancies.items()):
-            if tenant not in (None, tenancy.digest):
-                continue
-            keys = [record.key for _, record, _ in self._table.cached() if record.tree == tenancy.tree]
-            self._table.clear(tenancy.tree, now)
-            left = {record.key for _, record, _ in self._table.cached() if record.tree == tenancy.tree}
-            outcomes += [(key, Outcome.DEFERRED if key in left else Outcome.ACCEPTED) for key in keys]
-            self._pager.cleared(tenancy.digest)
-            self._tenancies[name] = _tenancy(self._root, tenancy.digest, tenancy.salt, self._clears)
+    def _clear(self, tenant: str | None) -> Outcomes:
+        outcomes = self._level1.clear(tenant)
         for request in self._requests.values():
-            request.tenancy = self._tenancies[request.spec.tenant]
-        return outcomes
-
-    def _verify(self, keys: list[PageKey] | None) -> list[tuple[bytes, Outcome]]:
-        outcomes: list[tuple[bytes, Outcome]] = []
-        for key in list(self._table.by_key) if keys is None else keys:
-            outcome = Outcome.ACCEPTED if key in self._table.by_key else Outcome.MISSING
-            if self._pager.verify(key) is False:
-                log.error("page %s in L1 is not what was sealed; it is dropped", key.hex()[:16])
-                self._pager.counters.corrupt_pages += 1
-                gone = self._table.remove(key, time.monotonic())
-                outcome = Outcome.DEFERRED if gone is False else Outcome.MISSING
-            outcomes.append((key, outcome))
+            request.tenancy = self._level1.tenancies[request.spec.tenant]
         return outcomes
 
     def _is_idle(self) -> bool:
@@ -837,29 +666,13 @@ class DecodeWorker:
 
     def _check(self) -> None:
         self._scheduler.check()
-        active = sum(len(request.sequences) for request in self._requests.values())
-        over = sum(
-            seq.state is SequenceState.FINISHED
-            for request in self._requests.values()
-            for seq in request.sequences
-        )
-        assert active - over == self._scheduler.unfinished, "sequences of no request"
-        totals = self._totals
-        assert totals.cached_tokens == sum(c.hit_tokens for c in self._tiers.values()), "hits by tier"
-        assert totals.cached_tokens + totals.computed_tokens == totals.prompt_tokens, "the usage law"
+        self._accounts.check()
+        sequences = [seq for request in self._requests.values() for seq in request.sequences]
+        unfinished = sum(seq.state is not SequenceState.FINISHED for seq in sequences)
+        assert unfinished == self._scheduler.unfinished, "sequences of no request"
         if self._is_idle():
             assert not self._table.copies_in_flight and not self._table.limbo, "copies of an idle worker"
             assert not self._scheduler.claims, "claims of an idle worker"
-
-
-def _tenancy(root: RootKey, tenant: bytes, salt: bytes, clears: int) -> Tenancy:
-    name = root + tenant + clears.to_bytes(8, "little")
-    tree = RootKey(blake2b(name, digest_size=32, person=b"kvtier.tree").digest())
-    return Tenancy(root=root, salt=salt, digest=tenant, tree=tree)
-
-
-def _digest(tenant: str | None) -> bytes | None:
-    return None if tenant is None else tenant_digest(tenant)
 
 
 def _answer(call: _Call) -> None:

@@ -18,37 +18,50 @@ static_assert(SPLIT % NR == 0);
 
 enum DType { F32 = 0, BF16 = 1, F16 = 2 };
 
-// How numbers of each format lie in pages and weights, and how they are multiplied.
+// How numbers of each format lie in pages and weights (Stored), and as what they are multiplied (Weights::Act).
 struct FormatBF16 {
     using Stored = uint16_t;
     using Weights = PanelBF16;
     using Keys = PanelBF16;
     static float read(Stored s) { return from_bf16(s); }
-    static Stored write(float x) { return to_bf16(x); }
-    static uint16_t act(float x) { return to_bf16(x); }
-    static float from_act(uint16_t a) { return from_bf16(a); }
+    static void write(Stored* p, vf v) { store_bf16(p, v); }
+    static void act(uint16_t* p, vf v) { store_bf16(p, v); }
     static uint16_t act_of(Stored s) { return s; }
+    static Stored stored_of(uint16_t a) { return a; }
 };
 struct FormatF32 {
     using Stored = float;
     using Weights = PanelF32;
     using Keys = PanelF32;
     static float read(Stored s) { return s; }
-    static Stored write(float x) { return x; }
-    static float act(float x) { return x; }
-    static float from_act(float a) { return a; }
+    static void write(Stored* p, vf v) { store(p, v); }
+    static void act(float* p, vf v) { store(p, v); }
     static float act_of(Stored s) { return s; }
+    static Stored stored_of(float a) { return a; }
 };
 struct FormatF16 {  // stored as halves, computed as floats
     using Stored = uint16_t;
     using Weights = PanelF16;
     using Keys = PanelF32;
     static float read(Stored s) { return from_f16(s); }
-    static Stored write(float x) { return to_f16(x); }
-    static float act(float x) { return x; }
-    static float from_act(float a) { return a; }
+    static void write(Stored* p, vf v) { store_f16(p, v); }
+    static void act(float* p, vf v) { store(p, v); }
     static float act_of(Stored s) { return from_f16(s); }
+    static Stored stored_of(float a) { return to_f16(a); }
 };
+
+// put(to, sixteen numbers) for n numbers, the last ones through a buffer of their own.
+template <class T, class P>
+inline void convert(const float* from, T* to, int n, const P& put) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) put(to + i, load<vf>(from + i));
+    if (i == n) return;
+    float in[LANES] = {};
+    T out[LANES];
+    std::memcpy(in, from + i, (n - i) * sizeof(float));
+    put(out, load<vf>(in));
+    std::memcpy(to + i, out, (n - i) * sizeof(T));
+}
 
 struct KVLayout {
     int heads, dim, page_tokens;
@@ -100,6 +113,31 @@ inline T* take(char*& at, size_t count) {
     return p;
 }
 
+// The keys and values of the split that comes next, brought towards the cache a few lines at a time while this one is
+// computed: asked for all at once they would hold up the core, which has room for a few dozen misses.
+class Fetcher {
+   public:
+    void add(const void* run, int bytes) {
+        runs_[count_++] = {static_cast<const char*>(run), static_cast<const char*>(run) + bytes};
+    }
+    void some() {
+        for (int n = 0; n < LINES && at_ < count_; n++) {
+            Run& r = runs_[at_];
+            __builtin_prefetch(r.next);
+            r.next += 64;
+            if (r.next >= r.end) at_++;
+        }
+    }
+
+   private:
+    static constexpr int LINES = 24;  // a split's 512 lines (2-byte numbers, 64 of them) in its 22 calls
+    struct Run {
+        const char *next, *end;
+    };
+    Run runs_[2 * SPLIT];
+    int count_ = 0, at_ = 0;
+};
+
 // out[c * NR + r] = rows[r][c]: 16 rows of 32-bit words become 16 lanes.
 inline void transpose_words(const uint32_t* const* rows, int words, uint32_t* out) {
     int c = 0;
@@ -134,23 +172,26 @@ inline void transpose_words(const uint32_t* const* rows, int words, uint32_t* ou
 }
 
 // Keys [n] of one split as panels of 32 keys along `dim`; keys behind n repeat key 0 (their scores are masked).
-inline void pack_keys(const uint16_t* const* keys, int n, int dim, uint16_t* out, PanelBF16) {
+inline void pack_keys(const uint16_t* const* keys, int n, int dim, uint16_t* out, PanelBF16, Fetcher& next) {
     const uint32_t* rows[16];
     for (int at = 0; at < round_up(n, NR); at += 16) {
         for (int i = 0; i < 16; i++) rows[i] = reinterpret_cast<const uint32_t*>(keys[at + i < n ? at + i : 0]);
+        next.some();
         uint32_t* panel = reinterpret_cast<uint32_t*>(out) + at / NR * (dim / 2 * NR) + at % NR;
         transpose_words(rows, dim / 2, panel);
     }
 }
-inline void pack_keys(const float* const* keys, int n, int dim, float* out, PanelF32) {
+inline void pack_keys(const float* const* keys, int n, int dim, float* out, PanelF32, Fetcher& next) {
     const uint32_t* rows[16];
     for (int at = 0; at < round_up(n, NR); at += 16) {
         for (int i = 0; i < 16; i++) rows[i] = reinterpret_cast<const uint32_t*>(keys[at + i < n ? at + i : 0]);
+        next.some();
         transpose_words(rows, dim, reinterpret_cast<uint32_t*>(out + at / NR * (dim * NR) + at % NR));
     }
 }
-inline void pack_keys(const uint16_t* const* keys, int n, int dim, float* out, PanelF32) {
+inline void pack_keys(const uint16_t* const* keys, int n, int dim, float* out, PanelF32, Fetcher& next) {
     for (int at = 0; at < round_up(n, NR); at++) {
+        if (at % 16 == 0) next.some();
         const uint16_t* row = keys[at < n ? at : 0];
         float* panel = out + at / NR * (dim * NR) + at % NR;
         for (int d = 0; d < dim; d++) panel[d * NR] = from_f16(row[d]);
@@ -158,8 +199,9 @@ inline void pack_keys(const uint16_t* const* keys, int n, int dim, float* out, P
 }
 
 // Values [n] of one split as panels of 32 numbers of `dim` along the keys; n is padded to the panel's step with zeros.
-inline void pack_values(const uint16_t* const* values, int n, int dim, uint16_t* out, PanelBF16) {
+inline void pack_values(const uint16_t* const* values, int n, int dim, uint16_t* out, PanelBF16, Fetcher& next) {
     for (int t = 0; t < n; t += 2) {
+        if (t % 16 == 0) next.some();
         const uint16_t *a = values[t], *b = t + 1 < n ? values[t + 1] : nullptr;
         int d = 0;
         for (; d + LANES <= dim; d += LANES) {
@@ -174,15 +216,19 @@ inline void pack_values(const uint16_t* const* values, int n, int dim, uint16_t*
         }
     }
 }
-inline void pack_values(const float* const* values, int n, int dim, float* out, PanelF32) {
-    for (int t = 0; t < n; t++)
+inline void pack_values(const float* const* values, int n, int dim, float* out, PanelF32, Fetcher& next) {
+    for (int t = 0; t < n; t++) {
+        if (t % 16 == 0) next.some();
         for (int d = 0; d < dim; d += NR)
             std::memcpy(out + d * SPLIT + t * NR, values[t] + d, std::min(NR, dim - d) * sizeof(float));
+    }
 }
-inline void pack_values(const uint16_t* const* values, int n, int dim, float* out, PanelF32) {
-    for (int t = 0; t < n; t++)
+inline void pack_values(const uint16_t* const* values, int n, int dim, float* out, PanelF32, Fetcher& next) {
+    for (int t = 0; t < n; t++) {
+        if (t % 16 == 0) next.some();
         for (int d = 0; d < dim; d += NR)
             for (int i = 0; i < std::min(NR, dim - d); i++) out[d * SPLIT + t * NR + i] = from_f16(values[t][d + i]);
+    }
 }
 
 // Scores of one query become probabilities relative to their own maximum, summed as they are rounded. Lanes behind
@@ -268,30 +314,28 @@ struct Attention {
     int query_heads() const { return pages.layout.heads * group; }
     int block_rows() const { return group >= BLOCK_QUERIES ? 1 : BLOCK_QUERIES / group; }
 
+    // Calls g(token of the split, its key, tokens that lie behind it in its page) once per page.
     template <class G>
-    void each_key(int sequence, int head, int first, int keys, const G& g) const {
+    void each_page(int sequence, int head, int first, int keys, const G& g) const {
         const int page_tokens = pages.layout.page_tokens;
         for (int t = 0; t < keys;) {
-            const Stored* key = pages.key<const Stored>(plan, sequence, first + t, layer, head);
-            const int in_page = std::min(keys - t, page_tokens - (first + t) % page_tokens);
-            for (int i = 0; i < in_page; i++, t++, key += pages.layout.dim) g(t, key);
+            const int n = std::min(keys - t, page_tokens - (first + t) % page_tokens);
+            g(t, pages.key<const Stored>(plan, sequence, first + t, layer, head), n);
+            t += n;
         }
     }
 
-    // Starts to bring a split's keys and values into the cache.
-    void fetch_split(int sequence, int head, int first, int keys) const {
-        const int bytes = pages.layout.dim * int(sizeof(Stored));
-        each_key(sequence, head, first, keys, [&](int, const Stored* key) {
-            for (int b = 0; b < bytes; b += 64) {
-                fetch(reinterpret_cast<const char*>(key) + b);
-                fetch(reinterpret_cast<const char*>(key + pages.value_offset()) + b);
-            }
+    void fetch(Fetcher& next, int sequence, int head, int split, int end) const {
+        const int first = split * SPLIT, keys = std::min(SPLIT, end - first), dim = pages.layout.dim;
+        each_page(sequence, head, first, keys, [&](int, const Stored* key, int n) {
+            next.add(key, n * dim * int(sizeof(Stored)));
+            next.add(key + pages.value_offset(), n * dim * int(sizeof(Stored)));
         });
     }
 
     // One split of `rows` rows of a sequence, the first at `position`, of one KV head.
     void split(int sequence, int head, int row, int rows, int position, int split, const Partial& to,
-               char* at) const {
+               char* at, Fetcher& next) const {
         const KVLayout& kv = pages.layout;
         const int dim = kv.dim, queries = rows * group;
         const int first = split * SPLIT, keys = std::min(SPLIT, position + rows - first);
@@ -303,21 +347,25 @@ struct Attention {
         typename Keys::Act* probabilities = take<typename Keys::Act>(at, size_t(queries) * SPLIT);
 
         const Stored *key_rows[SPLIT], *value_rows[SPLIT];
-        each_key(sequence, head, first, keys, [&](int t, const Stored* key) {
-            key_rows[t] = key;
-            value_rows[t] = key + pages.value_offset();
+        each_page(sequence, head, first, keys, [&](int t, const Stored* key, int n) {
+            for (int i = 0; i < n; i++) {
+                key_rows[t + i] = key + i * dim;
+                value_rows[t + i] = key + i * dim + pages.value_offset();
+            }
         });
-        pack_keys(key_rows, keys, dim, kp, Keys());
+        pack_keys(key_rows, keys, dim, kp, Keys(), next);
         if (dim % NR) std::memset(vp, 0, size_t(SPLIT) * width() * sizeof(Elem));
-        pack_values(value_rows, keys, dim, vp, Keys());
+        pack_values(value_rows, keys, dim, vp, Keys(), next);
         for (int r = 0; r < rows; r++)
             std::memcpy(qs + int64_t(r) * group * dim, q + ((int64_t(row) + r) * query_heads() + head * group) * dim,
                         size_t(group) * dim * sizeof(Act));
 
         row_blocks(queries, [&](int m, int n) {
-            for (int t = 0; t < keys; t += NR)
+            for (int t = 0; t < keys; t += NR) {
+                next.some();
                 micro_rows<Keys>(n, qs + int64_t(m) * dim, dim, kp + int64_t(t) * dim, dim / Keys::STEP,
                                  scores + int64_t(m) * SPLIT + t, SPLIT);
+            }
             for (int i = m; i < m + n; i++) {
                 const int valid = std::min(keys, position + i / group + 1 - first);
                 if (valid > 0) {
@@ -329,9 +377,11 @@ struct Attention {
                     to.total[i] = 0.0f;
                 }
             }
-            for (int d = 0; d < width(); d += NR)
+            for (int d = 0; d < width(); d += NR) {
+                next.some();
                 micro_rows<Keys>(n, probabilities + int64_t(m) * SPLIT, SPLIT, vp + int64_t(d) * SPLIT, steps,
                                  to.mixed + int64_t(m) * width() + d, width());
+            }
         });
     }
 
@@ -349,7 +399,8 @@ struct Attention {
                 const int i = r * group + g;
                 const int64_t at = (int64_t(row) + r) * query_heads() + head * group + g;
                 const float inverse = 1.0f / done.total[i];
-                for (int d = 0; d < dim; d++) out[at * dim + d] = F::act(done.mixed[int64_t(i) * done.width + d] * inverse);
+                convert(done.mixed + int64_t(i) * done.width, out + at * dim, dim,
+                        [&](Act* p, vf v) { F::act(p, v * inverse); });
                 if (lse) lse[at] = done.peak[i] + std::log(done.total[i]);
             }
     }
@@ -363,8 +414,9 @@ struct Attention {
         const Partial next = partial(take<float>(at, floats), queries, width());
         const int splits = (position + rows + SPLIT - 1) / SPLIT;
         for (int s = 0; s < splits; s++) {
-            if (s + 1 < splits) fetch_split(sequence, head, (s + 1) * SPLIT, std::min(SPLIT, position + rows - (s + 1) * SPLIT));
-            split(sequence, head, row, rows, position, s, s ? next : done, at);
+            Fetcher fetcher;
+            if (s + 1 < splits) fetch(fetcher, sequence, head, s + 1, position + rows);
+            split(sequence, head, row, rows, position, s, s ? next : done, at, fetcher);
             if (s) merge(done, next, queries);
         }
         finish(done, head, row, rows);
@@ -439,8 +491,14 @@ struct Tasks {
             const auto part = [&](int split) {
                 return partial(memory.data() + k.memory + split * partial_floats(queries, width), queries, width);
             };
+            Fetcher fetcher;
+            if (i + pool.threads() < int(tasks.size())) {
+                const Task& later = tasks[i + pool.threads()];  // most likely this thread's next
+                if (later.split >= 0)
+                    a.fetch(fetcher, later.sequence, later.head, later.split, later.position + later.rows);
+            }
             a.split(t.sequence, t.head, t.row, t.rows, t.position, t.split, part(t.split),
-                    scratch[thread].room(a.split_bytes(queries)));
+                    scratch[thread].room(a.split_bytes(queries)), fetcher);
             if (left[t.block].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
             for (int s = 1; s < k.splits; s++) merge(part(0), part(s), queries);
             a.finish(part(0), k.head, k.row, k.rows);

@@ -19,7 +19,7 @@ void attend(Pool& pool, const KVLayout& layout, const Plan& plan, uint8_t* arena
     tasks.plan(plan, layout.heads, group, attention.block_rows(), attention.width(), pool.threads());
     tasks.run(pool, scratch, attention);
     Stored* wanted = static_cast<Stored*>(out);
-    for (size_t i = 0; i < count; i++) wanted[i] = F::write(F::from_act(results[i]));
+    for (size_t i = 0; i < count; i++) wanted[i] = F::stored_of(results[i]);
 }
 
 }  // namespace

@@ -117,11 +117,8 @@ class Llama : public LlamaBase {
         vf squares = vf{};
         for (int i = 0; i < m_.hidden; i += LANES) squares = load<vf>(x + i) * load<vf>(x + i) + squares;
         const float r = 1.0f / std::sqrt(sum(squares) / m_.hidden + m_.eps);
-        for (int i = 0; i < m_.hidden; i += LANES) put(out + i, load<vf>(x + i) * r * load<vf>(weight + i));
+        for (int i = 0; i < m_.hidden; i += LANES) F::act(out + i, load<vf>(x + i) * r * load<vf>(weight + i));
     }
-    static void put(uint16_t* p, vf v) { store_bf16(p, v); }
-    static void put(float* p, vf v) { store(p, v); }
-
     void norm_row(int r, const float* weight) {
         norm(x_.data() + int64_t(r) * m_.hidden, weight, act_.data() + int64_t(r) * m_.hidden);
     }
@@ -156,18 +153,15 @@ class Llama : public LlamaBase {
             }
         }
         Act* q = q_.data() + int64_t(r) * m_.query_heads * dim;
-        for (int i = 0; i < m_.query_heads * dim; i++) q[i] = F::act(row[i]);
+        convert(row, q, m_.query_heads * dim, F::act);
         if (sequence < 0) return;
         const int position = s.plan.contexts[sequence] - s.plan.lengths[sequence] + r - s.plan.starts[sequence];
         const Pages pages{s.arena, {m_.heads, dim, m_.page_tokens, s.frame_bytes, m_.record_bytes}};
         const float *k = row + m_.query_heads * dim, *v = k + m_.heads * dim;
         for (int h = 0; h < m_.heads; h++, k += dim, v += dim) {
             Stored* key = pages.key<Stored>(s.plan, sequence, position, layer, h);
-            Stored* value = key + pages.value_offset();
-            for (int i = 0; i < dim; i++) {
-                key[i] = F::write(k[i]);
-                value[i] = F::write(v[i]);
-            }
+            convert(k, key, dim, F::write);
+            convert(v, key + pages.value_offset(), dim, F::write);
         }
     }
 
@@ -196,8 +190,8 @@ class Llama : public LlamaBase {
                      m_.hidden / Panel::STEP, [&](int at, int rows, const float* tile) {
                          for (int r = 0; r < rows; r++) {
                              const vf gate = load<vf>(tile + r * NR), up = load<vf>(tile + r * NR + LANES);
-                             put(mlp_.data() + (int64_t(from) + at + r) * inter_ + p * LANES,
-                                 gate / (exp(-gate) + 1.0f) * up);
+                             F::act(mlp_.data() + (int64_t(from) + at + r) * inter_ + p * LANES,
+                                    gate / (exp(-gate) + 1.0f) * up);
                          }
                      });
     }

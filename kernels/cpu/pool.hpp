@@ -1,5 +1,6 @@
 // A few threads that share the chunks of one loop after another. Made for cores that other processes use too.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <thread>
@@ -36,10 +37,24 @@ class Pool {
     }
     int threads() const { return threads_; }
 
-    // f(chunk, thread) for each chunk in [0, chunks), chunks < 2^20; returns when all are done.
+    // f(chunk, thread) for each chunk in [0, chunks); returns when all are done. One caller at a time.
     template <class F>
     void run(int64_t chunks, const F& f) {
-        if (chunks <= 0) return;
+        for (int64_t first = 0; first < chunks; first += MOST)
+            share(std::min(MOST, chunks - first), [&](int i, int thread) { f(int(first) + i, thread); });
+    }
+
+   private:
+    static constexpr uint64_t LOOP_MASK = (1 << 24) - 1, COUNT_MASK = (1 << 20) - 1;
+    static constexpr int64_t MOST = 1 << 19;  // chunks of one ticket, which late helpers overrun by one each
+    static constexpr int SPINS = 1500;        // about 30 microseconds; anything from 500 to 5000 behaves alike
+    struct Loop {
+        void (*call)(const void*, int, int);
+        const void* f;
+    };
+
+    template <class F>
+    void share(int64_t chunks, const F& f) {
         if (threads_ == 1 || chunks == 1) {
             for (int64_t i = 0; i < chunks; i++) f(int(i), 0);
             return;
@@ -60,14 +75,6 @@ class Pool {
             else std::this_thread::yield();
         }
     }
-
-   private:
-    static constexpr uint64_t LOOP_MASK = (1 << 24) - 1, COUNT_MASK = (1 << 20) - 1;
-    static constexpr int SPINS = 1500;  // about 30 microseconds; anything from 500 to 5000 behaves alike
-    struct Loop {
-        void (*call)(const void*, int, int);
-        const void* f;
-    };
 
     void work(int thread) {
         for (;;) {

@@ -31,9 +31,6 @@ inline vf as_float(vu v) { return (vf)v; }
 inline vu as_bits(vf v) { return (vu)v; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-// Fetches a line that is read soon; the address need not be ours.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
 // Sums and maxima over lanes in one fixed order.
 inline float sum(vf v) {
     alignas(64) float a[LANES];
@@ -133,6 +130,14 @@ inline vf load_f16(const uint16_t* p) {
     vf v;
     for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);
     return v;
+#endif
+}
+
+inline void store_f16(uint16_t* p, vf v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = to_f16(v[i]);
 #endif
 }
 

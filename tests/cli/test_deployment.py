@@ -32,6 +32,7 @@ class Shell:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.state = folder / "state"
+        self.shared_memory = set(os.listdir("/dev/shm"))
         self._share_compiled_kernels(folder / "cache")
         self.environment = {
             **os.environ,
@@ -98,8 +99,9 @@ class Shell:
         return found
 
     def check_nothing_left(self) -> None:
-        """No process, no Ray session, no record."""
+        """No process, no shared memory, no Ray session, no record."""
         assert self.processes() == []
+        assert set(os.listdir("/dev/shm")) <= self.shared_memory
         assert not (self.state / "deployment.json").exists()
         assert not list(Path("/tmp").glob(f"kvtier-{self.session}*")) if self.session else True
 

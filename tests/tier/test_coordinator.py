@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,18 +18,19 @@ from cache_world import (
     key_of,
     tenant_of,
 )
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tier.base import Outcome, SegmentAllocator
-from kvtier.tier.coordinator import Coordinator, Limits
+from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Clear,
     CommitCatalogue,
     Disconnect,
     Drain,
     Evict,
+    Failure,
     FromWorker,
     Pin,
     Quiesce,
@@ -39,6 +42,7 @@ from kvtier.tier.events import (
 )
 from kvtier.tier.identity import root_key
 from kvtier.tier.messages import (
+    Grant,
     Granted,
     Hello,
     Loaded,
@@ -50,6 +54,7 @@ from kvtier.tier.messages import (
     WantSlots,
 )
 from kvtier.tier.page import TierName
+from kvtier.tier.records import Limits
 
 TENANT = "ada"
 
@@ -579,6 +584,14 @@ def test_requests_of_a_worker_are_bounded() -> None:
     assert world.locate(worker, "r3", TENANT, "a").missing is None
 
 
+def test_a_chain_is_looked_up_as_far_as_the_limit() -> None:
+    world, worker = world_with("abc", limits=Limits(keys_per_locate=2))
+
+    located = world.locate(worker, "r", TENANT, "abc")
+
+    assert len(located.host) == 2 and located.missing is not None and located.missing.reason == "no_room"
+
+
 def test_pages_of_another_size_make_room_in_l4_for_those_of_this_one() -> None:
     small, _ = world_with("abcd", ssd_slots=4)
     allocator = SegmentAllocator(4 * SLOT_BYTES, 2 * SLOT_BYTES)
@@ -611,31 +624,27 @@ def test_pages_of_another_size_make_room_in_l4_for_those_of_this_one() -> None:
 # ---- random lives ------------------------------------------------------------------------------------------------
 
 # Few chains that share prefixes, so that lives meet each other's pages all the time.
-PATHS = st.sampled_from(["aaaa", "aaab", "aa", "abbbb", "b"])
-TENANTS = st.sampled_from(["ada", "ada", "ada", "bob"])
-REQUESTS = st.sampled_from(["r0", "r1"])
-NAMES = st.sampled_from(["w0", "w0", "w1"])
-READ_FAILURES = st.sampled_from([None, None, None, "corrupt", "missing", "io"])
-WRITE_FAILURES = st.sampled_from([None, None, None, None, "corrupt", "io"])
-TIERS = st.sampled_from([None, TierName.HOST, TierName.SSD])
+PATHS = ["aaaa", "aaab", "aa", "abbbb", "b"]
+TENANTS = ["ada", "ada", "ada", "bob"]
+REQUESTS = ["r0", "r1"]
+NAMES = ["w0", "w0", "w1"]
+READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missing", "io"]
+WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io"]
+TIERS = [None, TierName.HOST, TierName.SSD]
+COSTS = [0.0, 0.0, 1e-7, 1e-5]
+FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, roots=2, persist_every=3)
 
 
-class Life(RuleBasedStateMachine):
-    """Workers come, store, ask, copy, cheat and die; disks fail; operators pin, evict and clear.
+class Actors:
+    """Workers that come, store, ask, copy, cheat and die; a disk that fails; operators that pin, evict and clear.
 
     The world asserts at each command that it is safe, the coordinator's `check` runs after each event, and in the end
     everybody who waits must have been served, and all that was borrowed must be back.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(2, 2)
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.incarnation = 0
-
-    @initialize(num_slots=st.integers(2, 12), ssd_slots=st.sampled_from([0, 2, 4, 8, 16]), few=st.booleans())
-    def start(self, num_slots: int, ssd_slots: int, few: bool) -> None:
-        limits = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, roots=2, persist_every=3)
-        self.world = World(num_slots, ssd_slots, limits=limits if few else None)
 
     def worker(self, name: str) -> SimWorker:
         for worker in self.world.workers.values():
@@ -644,106 +653,74 @@ class Life(RuleBasedStateMachine):
         self.incarnation += 1
         return self.world.connect(name, str(self.incarnation))
 
-    @rule(name=NAMES, count=st.integers(0, 6))
-    def wants_slots(self, name: str, count: int) -> None:
-        self.world.want(self.worker(name), count)
-
-    @rule(name=NAMES, tenant=TENANTS, path=PATHS, data=st.data())
-    def stores(self, name: str, tenant: str, path: str, data: st.DataObject) -> None:
-        first = data.draw(st.integers(0, len(path) - 1))
-        hold_for = data.draw(st.none() | REQUESTS)
+    def store(
+        self, name: str, tenant: str, path: str, first: int, hold_for: str | None, refill: bool
+    ) -> None:
         worker = self.worker(name)
-        if data.draw(st.booleans()):
-            self.world.want(worker, len(path) - first)
-        self.world.store(worker, tenant, path, first=first, hold_for=hold_for, content=b"c" * 16)
+        if refill:
+            self.world.want(worker, len(path))
+        self.world.store(worker, tenant, path, first=first % len(path), hold_for=hold_for, content=b"c" * 16)
 
-    @rule(name=NAMES)
-    def returns_slots(self, name: str) -> None:
+    def store_stale(self, name: str, path: str) -> None:
+        worker = self.worker(name)
+        if worker.grants:
+            old = Grant(worker.grants[0].slot, worker.grants[0].generation - 1)
+            key = key_of("eve", path)
+            page = StoredPage(old, key, "bf16", ROOT, ROOT, tenant_of("eve"), 0, 16, b"x" * 16, b"")
+            self.world.say(worker, Stored([page]))
+
+    def give_back(self, name: str) -> None:
         worker = self.worker(name)
         if worker.grants:
             self.world.say(worker, ReturnSlots([worker.grants.pop()]))
 
-    @rule(
-        name=NAMES, request=REQUESTS, tenant=TENANTS, path=PATHS, cost=st.sampled_from([0.0, 1e-7, 1e-5, 1.0])
-    )
-    def locates(self, name: str, request: str, tenant: str, path: str, cost: float) -> None:
+    def locate(self, name: str, request: str, tenant: str, path: str, cost: float) -> None:
         self.world.locate(self.worker(name), request, tenant, path, recompute_s=cost, content=b"c" * 16)
 
-    @rule(name=NAMES, request=REQUESTS, data=st.data())
-    def copies(self, name: str, request: str, data: st.DataObject) -> None:
+    def copy(self, name: str, request: str, which: int, corrupt: int) -> None:
+        """Say Copied of the leased pages whose bit in `which` is set; the bit in `corrupt` calls it corrupt."""
         worker = self.worker(name)
-        leased = sorted(worker.leases.get(request, {}))
-        if leased:
-            indexes = data.draw(st.lists(st.sampled_from(leased), unique=True))
-            corrupt = [i for i in indexes if data.draw(st.integers(0, 9)) == 0]
-            self.world.copied(worker, request, indexes, corrupt)
+        indexes = [i for i in sorted(worker.leases.get(request, {})) if which >> i & 1]
+        self.world.copied(worker, request, indexes, [i for i in indexes if corrupt >> i & 1])
 
-    @rule(name=NAMES, request=REQUESTS, from_index=st.integers(0, 3))
-    def releases(self, name: str, request: str, from_index: int) -> None:
+    def release(self, name: str, request: str, from_index: int) -> None:
         self.world.release(self.worker(name), request, from_index)
 
-    @rule(name=NAMES)
-    def dies(self, name: str) -> None:
+    def die(self, name: str) -> None:
         self.world.die(self.worker(name))
 
-    @precondition(lambda self: self.world.reads)
-    @rule(failure=READ_FAILURES, which=st.integers(0, 3))
-    def read_ends(self, failure: Any, which: int) -> None:
-        self.world.finish_read(failure, which)
+    def read_ends(self, failure: Failure | None, which: int) -> None:
+        if self.world.reads:
+            self.world.finish_read(failure, which)
 
-    @precondition(lambda self: self.world.writer)
-    @rule(failure=WRITE_FAILURES)
-    def writer_goes_on(self, failure: Any) -> None:
-        self.world.finish_write(failure)
+    def writer_goes_on(self, failure: Failure | None) -> None:
+        if self.world.writer:
+            self.world.finish_write(failure)
 
-    @rule()
-    def all_io_ends(self) -> None:
-        self.world.finish_all()
+    def check_ends(self, failure: Failure | None) -> None:
+        if self.world.checks:
+            self.world.finish_check(failure)
 
-    @precondition(lambda self: self.world.checks)
-    @rule(failure=READ_FAILURES)
-    def verification_ends(self, failure: Any) -> None:
-        self.world.finish_check(failure)
+    def ask(self, verb: type, tenant: str, path: str, *more: object) -> None:
+        self.world.ask(verb, tuple(chain_keys(tenant, path)), *more)
 
-    @rule(tenant=TENANTS, path=PATHS)
-    def operator_pins(self, tenant: str, path: str) -> None:
-        self.world.ask(Pin, tuple(chain_keys(tenant, path)))
-
-    @rule(tenant=TENANTS, path=PATHS)
-    def operator_unpins(self, tenant: str, path: str) -> None:
-        self.world.ask(Unpin, tuple(chain_keys(tenant, path)))
-
-    @rule(tenant=TENANTS, path=PATHS, tier=TIERS)
-    def operator_evicts(self, tenant: str, path: str, tier: TierName | None) -> None:
-        self.world.ask(Evict, tuple(chain_keys(tenant, path)), tier)
-
-    @rule(tenant=st.none() | TENANTS)
-    def operator_clears(self, tenant: str | None) -> None:
-        self.world.ask(Clear, None if tenant is None else tenant_of(tenant))
-
-    @rule(tenant=TENANTS, path=st.none() | PATHS)
-    def operator_verifies(self, tenant: str, path: str | None) -> None:
-        self.world.ask(Verify, None if path is None else tuple(chain_keys(tenant, path)))
-
-    @rule(seconds=st.sampled_from([0.001, 1.0, 100.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.now += seconds
-
-    @invariant()
-    def tiers_hold_what_is_said(self) -> None:
+    def compare(self) -> None:
+        """Each tier holds what the coordinator says it holds."""
         world = self.world
-        assert {p for p in world.held(TierName.HOST)} <= set(world.host.values())
+        assert world.held(TierName.HOST) <= set(world.host.values())
         if not world.writer:
             assert world.held(TierName.SSD) == world.catalogue.keys()
             for page, entry in world.catalogue.items():
                 assert world.disk[entry.place] == page
 
-    def teardown(self) -> None:
+    def end(self) -> None:
+        """All wait for nothing, all dies, and every byte is free again."""
         world = self.world
         world.settle()
         for worker in list(world.workers.values()):
             world.die(worker)
         world.finish_all()
+        self.compare()
         assert world.node.is_idle
         assert len(world.answers) == world.ticket
         everything = world.ask(Clear, None)
@@ -751,13 +728,157 @@ class Life(RuleBasedStateMachine):
         assert all(outcome is Outcome.ACCEPTED for _, outcome in world.answers[everything])
         snapshot = world.node.snapshot()
         assert snapshot.tiers[TierName.HOST].used_bytes == snapshot.tiers[TierName.SSD].used_bytes == 0
-        assert not world.catalogue and not world.disk
+        assert not world.catalogue
+
+
+names, tenants, paths, requests = map(st.sampled_from, (NAMES, TENANTS, PATHS, REQUESTS))
+read_failures, write_failures = st.sampled_from(READ_FAILURES), st.sampled_from(WRITE_FAILURES)
+few_bits = st.integers(0, 31)
+
+
+class Life(RuleBasedStateMachine):
+    """What hypothesis makes of the actors; it shrinks what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors = Actors(World(2, 2))
+
+    @initialize(num_slots=st.integers(2, 12), ssd_slots=st.sampled_from([0, 2, 4, 8, 16]), few=st.booleans())
+    def start(self, num_slots: int, ssd_slots: int, few: bool) -> None:
+        self.actors = Actors(World(num_slots, ssd_slots, limits=FEW if few else None))
+
+    @rule(name=names, count=st.integers(0, 6))
+    def wants_slots(self, name: str, count: int) -> None:
+        self.actors.world.want(self.actors.worker(name), count)
+
+    @rule(
+        name=names,
+        tenant=tenants,
+        path=paths,
+        first=st.integers(0, 4),
+        hold_for=st.none() | requests,
+        refill=st.booleans(),
+    )
+    def stores(self, **how: Any) -> None:
+        self.actors.store(**how)
+
+    @rule(name=names, path=paths)
+    def stores_stale(self, name: str, path: str) -> None:
+        self.actors.store_stale(name, path)
+
+    @rule(name=names)
+    def returns_slots(self, name: str) -> None:
+        self.actors.give_back(name)
+
+    @rule(name=names, request=requests, tenant=tenants, path=paths, cost=st.sampled_from(COSTS))
+    def locates(self, **what: Any) -> None:
+        self.actors.locate(**what)
+
+    @rule(name=names, request=requests, which=few_bits, corrupt=st.just(0) | few_bits)
+    def copies(self, **which: Any) -> None:
+        self.actors.copy(**which)
+
+    @rule(name=names, request=requests, from_index=st.integers(0, 3))
+    def releases(self, **which: Any) -> None:
+        self.actors.release(**which)
+
+    @rule(name=names)
+    def dies(self, name: str) -> None:
+        self.actors.die(name)
+
+    @precondition(lambda self: self.actors.world.reads)
+    @rule(failure=read_failures, which=st.integers(0, 3))
+    def read_ends(self, failure: Failure | None, which: int) -> None:
+        self.actors.read_ends(failure, which)
+
+    @precondition(lambda self: self.actors.world.writer)
+    @rule(failure=write_failures)
+    def writer_goes_on(self, failure: Failure | None) -> None:
+        self.actors.writer_goes_on(failure)
+
+    @precondition(lambda self: self.actors.world.checks)
+    @rule(failure=read_failures)
+    def check_ends(self, failure: Failure | None) -> None:
+        self.actors.check_ends(failure)
+
+    @rule()
+    def all_io_ends(self) -> None:
+        self.actors.world.finish_all()
+
+    @rule(verb=st.sampled_from([Pin, Unpin]), tenant=tenants, path=paths)
+    def operator_pins(self, verb: type, tenant: str, path: str) -> None:
+        self.actors.ask(verb, tenant, path)
+
+    @rule(tenant=tenants, path=paths, tier=st.sampled_from(TIERS))
+    def operator_evicts(self, tenant: str, path: str, tier: TierName | None) -> None:
+        self.actors.ask(Evict, tenant, path, tier)
+
+    @rule(tenant=st.none() | tenants)
+    def operator_clears(self, tenant: str | None) -> None:
+        self.actors.world.ask(Clear, None if tenant is None else tenant_of(tenant))
+
+    @rule(tenant=tenants, path=st.none() | paths)
+    def operator_verifies(self, tenant: str, path: str | None) -> None:
+        if path is None:
+            self.actors.world.ask(Verify, None)
+        else:
+            self.actors.ask(Verify, tenant, path)
+
+    @rule(seconds=st.sampled_from([0.001, 1.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.actors.world.now += seconds
+
+    @invariant()
+    def tiers_hold_what_is_said(self) -> None:
+        self.actors.compare()
+
+    def teardown(self) -> None:
+        self.actors.end()
 
 
 Life.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=80,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLife = Life.TestCase
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+def test_busy_lives_break_nothing(seed: int) -> None:
+    """Longer lives than hypothesis makes, weighted towards traffic; a failure names its seed."""
+    rng = Random(seed)
+    limits = FEW if rng.random() < 0.3 else None
+    actors = Actors(World(rng.randint(2, 12), rng.choice([0, 2, 4, 8, 16]), limits=limits))
+    who, whose, chain = (
+        (lambda: rng.choice(NAMES)),
+        (lambda: rng.choice(TENANTS)),
+        (lambda: rng.choice(PATHS)),
+    )
+    request = lambda: rng.choice(REQUESTS)
+    bits = lambda: rng.randrange(32)
+    weighted: list[tuple[int, Callable[[], object]]] = [
+        (10, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), None, True)),
+        (3, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), request(), True)),
+        (1, lambda: actors.store_stale(who(), chain())),
+        (1, lambda: actors.give_back(who())),
+        (12, lambda: actors.locate(who(), request(), whose(), chain(), rng.choice(COSTS))),
+        (12, lambda: actors.copy(who(), request(), bits(), bits() if rng.random() < 0.2 else 0)),
+        (5, lambda: actors.release(who(), request(), rng.choice([0, 0, 1, 2]))),
+        (1, lambda: actors.die(who())),
+        (14, lambda: actors.read_ends(rng.choice(READ_FAILURES), rng.randrange(4))),
+        (14, lambda: actors.writer_goes_on(rng.choice(WRITE_FAILURES))),
+        (4, lambda: actors.check_ends(rng.choice(READ_FAILURES))),
+        (2, lambda: actors.world.finish_all()),
+        (2, lambda: actors.ask(rng.choice([Pin, Unpin, Unpin]), whose(), chain())),
+        (5, lambda: actors.ask(Evict, whose(), chain(), rng.choice([None, *TIERS, TierName.HOST]))),
+        (1, lambda: actors.world.ask(Clear, rng.choice([None, tenant_of("ada"), tenant_of("bob")]))),
+        (2, lambda: actors.ask(Verify, whose(), chain())),
+    ]
+    actions = rng.choices([a for _, a in weighted], [w for w, _ in weighted], k=200)
+
+    for action in actions:
+        action()
+        actors.world.now += rng.choice([0.0, 0.001, 1.0])
+        actors.compare()
+
+    actors.end()

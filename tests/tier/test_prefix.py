@@ -303,7 +303,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         }
 
 
-PrefixIndexMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+PrefixIndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestPrefixIndexAgreesWithADictOfPages = PrefixIndexMachine.TestCase
 
 
@@ -464,6 +464,18 @@ def test_a_run_that_was_split_for_a_pin_is_one_again_when_all_of_it_was_used() -
     index.unpin(whole, 2.0)
 
     assert number_of_runs(index) == 1
+    index.check()
+
+
+def test_using_one_of_several_branches_leaves_the_others_in_place() -> None:
+    index = PrefixIndex(2)
+    index.insert(ROOT, ids(1, 1, 0, 1), frames(0, 1), 1.0)
+    index.insert(ROOT, ids(1, 1, 0, 2), frames(0, 2), 2.0)
+    branch = index.match(ROOT, ids(1, 1, 0, 1)).node
+    index.pin(branch)
+    index.unpin(branch, 3.0)
+
+    assert index.match(ROOT, ids(1, 1, 0, 2)).frames.tolist() == [0, 2]
     index.check()
 
 

@@ -15,6 +15,7 @@ from tier_pages import (
     TENANT,
     VARIANT,
     entry_of,
+    envelope_of,
     flip_bit,
     flip_on_disk,
     page_key,
@@ -28,6 +29,7 @@ from kvtier.tier import slab
 from kvtier.tier.base import Place
 from kvtier.tier.page import PageCorrupt, PageMissing, slot_bytes
 from kvtier.tier.ssd import SsdTier, Store, open_ssd
+from kvtier.tier.ssd_layout import Layout
 
 PAGE_BYTES = 40 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)
@@ -175,6 +177,29 @@ def test_a_disk_without_direct_io_serves_and_is_named(
     tier.close()
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_batch_writes_every_page_but_the_one_whose_bytes_are_wrong(tmp_path: Path, store: Store) -> None:
+    tier = open_l4(tmp_path, store)
+    pages = []
+    for number in range(9):
+        place = tier.allocator.alloc(SLOT_BYTES)
+        assert place is not None
+        payload = payload_of(number, PAGE_BYTES)
+        bytes_there = payload_of(99, PAGE_BYTES) if number == 4 else payload
+        pages.append((place, envelope_of(number, payload), bytes_there))
+
+    results = tier.write_batch(pages)
+
+    assert [type(result) for result in results] == [type(None)] * 4 + [PageCorrupt] + [type(None)] * 4
+    for number, (place, _, _) in enumerate(pages):
+        if number != 4:
+            read_page(tier, place, number, PAGE_BYTES)
+    with pytest.raises(PageMissing):
+        read_page(tier, pages[4][0], 4, PAGE_BYTES)
+    assert tier.write_batch([]) == []
+    tier.close()
+
+
 # ---- refusals of the disk --------------------------------------------------------------------------------------
 
 
@@ -193,6 +218,8 @@ def test_a_failed_slot_write_is_an_oserror_and_leaves_the_other_pages(
         assert place is not None
         with pytest.raises(OSError, match="No space left"):
             write_page(tier, place, 7, PAGE_BYTES)
+        page = (place, envelope_of(7, payload_of(7, PAGE_BYTES)), payload_of(7, PAGE_BYTES))
+        assert [type(result) for result in tier.write_batch([page, page])] == [OSError, OSError]
     tier.allocator.free(place)
 
     with pytest.raises(PageMissing):
@@ -487,12 +514,10 @@ def test_an_unreadable_layout_starts_empty_and_is_said(tmp_path: Path, content: 
 
 
 def test_a_later_format_version_starts_empty_and_is_said(tmp_path: Path) -> None:
-    from kvtier.tier.ssd import _Layout
-
     tier = open_l4(tmp_path)
     fill(tier, range(3))
     tier.close()
-    layout = _Layout.load(tmp_path / "l4")
+    layout = Layout.load(tmp_path / "l4")
     layout.version = 99
     layout.save(tmp_path / "l4")
 

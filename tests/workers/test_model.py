@@ -15,6 +15,7 @@ import torch
 from kernel_kit import COMPILED, KINDS, Kind
 from transformers import AutoModelForCausalLM
 
+from kvtier.kernels.ops import TorchKernels
 from kvtier.tier.page import PageFormat, PageSpec
 from kvtier.workers.model import page_spec, read_shape
 from kvtier.workers.runner import IntArray, Runner, SequenceRows, StepBatch, load_runner
@@ -268,6 +269,36 @@ def test_the_lean_forward_is_refused_where_it_does_not_know_the_architecture(tmp
         pass
     with runner_of(folder, forward="auto") as runner:
         assert runner.forward_kind == "transformers"
+
+
+def test_a_model_whose_logits_over_pages_are_wrong_is_refused_when_loaded(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an architecture's would be that does more than it tells its attention function."""
+    monkeypatch.setattr(
+        TorchKernels, "paged_attention", lambda self, q, *_: (torch.zeros_like(q), q.new_zeros(q.shape[:2]))
+    )
+
+    refused = pytest.raises(ValueError, match=r"LlamaForCausalLM isn't supported: .* differ by \d+%")
+    with refused, runner_of(folders["llama"], forward="transformers"):
+        pass
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_checking_a_model_leaves_the_arena_zeroed(folders: dict[str, Path], page_tokens: int) -> None:
+    with runner_of(folders["llama"], forward="transformers", page_tokens=page_tokens) as runner:
+        assert not runner.arena.any()
+
+
+def test_invariant_numerics_are_refused_for_mixtures_of_experts(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads((folders["llama"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
+
+    refused = pytest.raises(ValueError, match="numerics invariant isn't supported for LlamaForCausalLM")
+    with refused, runner_of(tmp_path, numerics="invariant"):
+        pass
 
 
 def test_page_spec_needs_config_json_only(folders: dict[str, Path], tmp_path: Path) -> None:

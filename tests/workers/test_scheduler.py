@@ -55,7 +55,6 @@ class Machine:
     finished: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     now: float = 0.0
-    recomputed: int = 0
     computed_rows: int = 0
 
     def __post_init__(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +31,8 @@ from kvtier.tier.identity import root_key
 from kvtier.tier.ipc import NodeClient
 from kvtier.tier.messages import Hello
 from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, TierName
-from kvtier.workers.api import EngineRequest, FinishReason, QueueFull, SamplingParams
+from kvtier.workers.api import EngineRequest, FinishReason, QueueFull, SamplingParams, WorkerStopped
 from kvtier.workers.runner import StepBatch
-from kvtier.workers.worker import WorkerStopped
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -45,15 +47,19 @@ def roomy(tiny_llama: Path) -> Slowed:
 
 
 class Gate:
-    """Stops a runner before its next step until the test lets it go on."""
+    """Stops a runner before a step, by default its next one, until the test lets it go on."""
 
-    def __init__(self, runner: Slowed) -> None:
+    def __init__(self, runner: Slowed, step: int = 1) -> None:
         self._open = threading.Event()
         self._reached = threading.Event()
+        self._steps_left = step
         runner.before = self._wait
         self._runner = runner
 
     def _wait(self, batch: StepBatch) -> None:
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return
         self._reached.set()
         assert self._open.wait(30)
 
@@ -356,6 +362,59 @@ def test_pages_sealed_while_the_node_was_away_are_saved_when_it_comes(roomy: Slo
             assert client.generate(prompt(100)).cached == {"L3": 96}
             settle(client.worker, service)
         assert client.generate(prompt(100)).tokens == cold.tokens
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_storm_of_everything_at_once_changes_no_token_and_leaks_nothing(
+    tiny_llama: Path, roomy: Slowed, tmp_path: Path, seed: int
+) -> None:
+    """Tiny tiers, siblings, cancellations, evictions, pins, clears, and a node that restarts in the middle."""
+    rng = random.Random(seed)
+    requests = [stormy(rng) for _ in range(20)]
+    with serving(roomy) as client:
+        truth = []
+        for tokens, options in requests:
+            name = client.send(tokens, **{**options, "use_cache": False})
+            truth.append([client.result(name, index).tokens for index in range(options["n"])])
+
+    runner = tiny_runner(tiny_llama, 16)
+    with serving(
+        runner, tmp_path / "s", connected=False, load_deadline_ms=rng.choice([2.0, 2000.0])
+    ) as client:
+        for half in range(2):
+            with caching(tmp_path, l3_pages=24, l4_bytes=4 << 20) as service:
+                until(lambda: client.worker.is_connected, "the worker finds its node")
+                sent = [client.send(tokens, **options) for tokens, options in requests]
+                for name in rng.sample(sent, 4):
+                    rng.choice([client.worker.cancel, client.worker.explain])(name)
+                    client.worker.pin(keys(client.worker)[:2])
+                    client.worker.evict(keys(client.worker)[-1:])
+                if half:
+                    client.worker.clear()
+                else:
+                    service.stop(0)
+                for name, expected in zip(sent, truth, strict=True):
+                    for index, tokens in enumerate(expected):
+                        result = client.result(name, index)
+                        is_whole = result.reason is not FinishReason.CANCELLED
+                        assert result.tokens == (tokens if is_whole else tokens[: len(result.tokens)])
+                client.worker.unpin(keys(client.worker))
+                until(client.worker.idle, "the worker is idle")
+                client.worker.check()
+
+
+def stormy(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
+    """A request that fits 16 pages, with a prefix that others have too."""
+    family = prompt(rng.choice([20, 64, 100]), seed=rng.randrange(3))
+    tokens = family[: rng.randint(5, 100)] + prompt(rng.randint(1, 30), seed=rng.randrange(4))
+    options = {
+        "n": rng.choice([1, 1, 2, 3]),
+        "max_tokens": rng.randint(1, 50),
+        "temperature": rng.choice([0.0, 1.0]),
+        "seed": rng.randrange(3),
+        "use_cache": rng.random() < 0.9,
+    }
+    return tokens, options
 
 
 # ---- the life of a request -------------------------------------------------------------------------------------
@@ -687,6 +746,24 @@ def test_pages_in_use_are_evicted_when_their_users_end(roomy: Slowed) -> None:
         client.worker.cancel(name)
         client.result(name)
         assert first not in keys(client.worker)
+
+
+def test_a_page_that_fills_in_its_sequences_last_step_goes_with_those_to_be_evicted(roomy: Slowed) -> None:
+    """A page was sealed, then dropped at its sequence's end in the same step, and saving it failed the loop."""
+    with serving(roomy) as client:
+        gate = Gate(roomy, step=8)
+        name = client.send(
+            prompt(40), max_tokens=9
+        )  # 48 tokens are computed: the last step fills the third page
+        gate.reached()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: client.worker.evict(keys(client.worker)))
+            gate.open()
+            outcomes = waiting.result()
+        result = client.result(name)
+
+        assert len(result.tokens) == 9
+        assert {outcome for _, outcome in outcomes} <= {Outcome.DEFERRED, Outcome.ACCEPTED}
 
 
 def test_clear_takes_one_tenants_pages_even_from_running_requests(roomy: Slowed) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,8 +59,8 @@ class Interrupted(Exception):
 class Supervisor:
     """Runs one deployment from start to end in this process, and holds the state folder meanwhile.
 
-    The first SIGINT or SIGTERM stops it cleanly, in the middle of a start too; a second one kills all it has started.
-    Signal handlers run on the main thread, so all state here has one owner.
+    The first SIGINT, SIGTERM or SIGHUP stops it cleanly, in the middle of a start too; a second one kills all that it
+    has started. Signal handlers run on the main thread, so all state here has one owner.
     """
 
     def __init__(self, config: Config, view: View) -> None:
@@ -78,7 +79,8 @@ class Supervisor:
         self._woken, self._waker = os.pipe()
 
     def run(self) -> None:
-        """Start, wait, stop. CliError when it can't be started or can't serve; KeyboardInterrupt from an early signal."""
+        """Start, wait, stop. CliError when it can't be started or can't serve; KeyboardInterrupt when a signal came
+        before it was ready."""
         self._claim()
         failed = True
         try:
@@ -91,7 +93,8 @@ class Supervisor:
             raise KeyboardInterrupt from signalled
         finally:
             self._stop()
-            self._view.ended(failed)
+            with suppress(OSError):
+                self._view.ended(failed)
 
     def _claim(self) -> None:
         """Take the state folder, and clean up after a supervisor that was killed."""
@@ -116,15 +119,11 @@ class Supervisor:
             raise CliError(str(error)) from error
         self._compile_kernels()
         self._step("starting Ray")
-        self._record.ray_dir = tempfile.mkdtemp(
-            prefix="kvtier-", dir="/tmp"
-        )  # short: socket paths have a limit
+        # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes.
+        self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
         self._folder.write(self._record)
-        prepare(os.environ)
-        from kvtier.cluster.launch import (
-            Launched,
-            LaunchError,
-        )  # Ray reads the environment when it is imported
+        prepare(os.environ)  # before the import of Ray, which reads it
+        from kvtier.cluster.launch import Launched, LaunchError
 
         try:
             self._launched = Launched(self._config, model, default_cache(), Path(self._record.ray_dir))
@@ -170,6 +169,8 @@ class Supervisor:
     def _kill(self) -> None:
         end(self._started(), at_once=True)
         self._leave()
+        with suppress(OSError):
+            self._view.ended(True)
         os._exit(130)  # the interrupted stop is somewhere in Ray, which no longer exists
 
     def _started(self) -> set[Stamp]:
@@ -186,14 +187,15 @@ class Supervisor:
             self._record.step = step
             self._record.processes = descendants()
             self._folder.write(self._record)
-        self._view.step(step, done, total)
+        with suppress(OSError):  # the terminal may be gone, and the pages are to be saved all the same
+            self._view.step(step, done, total)
         if self._signals and self._record.phase == "starting":
             raise Interrupted
 
     def _catch_signals(self) -> None:
         """Once at first, and again when Ray has put its handlers in place: they end the process after an alarm."""
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:

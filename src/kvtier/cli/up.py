@@ -69,12 +69,8 @@ def up(
     """
     checked = settings(config, overrides or ())
     if detach:
-        _detached(
-            [
-                str((config or default_config()).absolute()),
-                *(f"--set={override}" for override in overrides or ()),
-            ]
-        )
+        file = str((config or default_config()).absolute())
+        _detached([file, *(f"--set={override}" for override in overrides or ())])
     elif notify_fd is not None:
         with os.fdopen(notify_fd, "w") as pipe:
             Supervisor(checked, _Pipe(pipe)).run()

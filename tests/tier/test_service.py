@@ -1,0 +1,413 @@
+"""The node's cache as it runs: real threads, a real socket, a real disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_kit import FIELDS, PAYLOAD_BYTES, SLOT_BYTES, Peer, running, wait_until
+
+from kvtier.tier.base import Outcome, Place
+from kvtier.tier.mover import load_roots
+from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
+from kvtier.tier.service import CacheService, ServiceStopped
+from kvtier.tier.ssd import SsdTier
+
+both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
+
+
+def settle(service: CacheService) -> None:
+    wait_until(service.idle)
+    service.check()
+
+
+def pages_in(service: CacheService, tier: TierName) -> int:
+    return service.stats().tiers[tier].pages
+
+
+@both_stores
+def test_pages_sink_rise_and_outlive_a_restart(tmp_path: Path, store: str) -> None:
+    with running(tmp_path, store=store) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 6)
+        in_l3, _ = peer.fetch(0, 6)
+        settle(service)
+        assert service.evict(keys, TierName.HOST) == [(key, Outcome.ACCEPTED) for key in keys]
+        from_l4, missing = peer.fetch(0, 7)
+        settle(service)
+
+        assert [page.from_ssd for page in in_l3] == [False] * 6
+        assert [page.from_ssd for page in from_l4] == [True] * 6
+        assert missing is not None and (missing.index, missing.reason) == (6, "never_stored")
+        counters = service.stats().tiers
+        assert counters[TierName.SSD].demoted_pages == counters[TierName.HOST].promoted_pages == 6
+        peer.close()
+
+    with running(tmp_path, store=store) as service:
+        assert pages_in(service, TierName.SSD) == 6 and service.notes() == []
+        peer = Peer(tmp_path)
+        again, _ = peer.fetch(0, 6)
+        assert [page.from_ssd for page in again] == [True] * 6
+        assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
+        peer.close()
+
+
+@both_stores
+def test_more_pages_than_l3_and_l4_hold_push_the_oldest_out(tmp_path: Path, store: str) -> None:
+    with running(tmp_path, l3_pages=8, l4_bytes=4 << 20, store=store) as service:
+        peer = Peer(tmp_path)
+        for i in range(60):
+            peer.store(1000 * i, 4)
+        settle(service)
+
+        counters = service.stats().tiers
+        assert counters[TierName.HOST].used_bytes <= counters[TierName.HOST].capacity_bytes == 8 * SLOT_BYTES
+        assert counters[TierName.SSD].used_bytes <= counters[TierName.SSD].capacity_bytes < 4 << 20
+        assert counters[TierName.SSD].evicted_pages > 0
+        newest, _ = peer.fetch(59_000, 4)
+        assert len(newest) == 4
+        assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
+        peer.close()
+    files = sum(file.stat().st_blocks * 512 for file in (tmp_path / "l4").iterdir())
+    assert files <= 4 << 20
+
+
+def test_a_chain_longer_than_l3_comes_up_from_l4(tmp_path: Path) -> None:
+    with running(tmp_path, l3_pages=2) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 50)
+        settle(service)
+
+        pages, missing = peer.fetch(0, 50)
+
+        assert len(pages) == 50 and missing is None
+        settle(service)
+        peer.close()
+
+
+def test_two_workers_share_what_either_stored(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        one, other = Peer(tmp_path, "w0"), Peer(tmp_path, "w1")
+        one.store(0, 3)
+
+        pages, _ = other.fetch(0, 3)
+
+        assert len(pages) == 3
+        infos = service.pages("ada", TierName.HOST)
+        assert [info.tokens for info in infos] == [16] * 3 and {info.owner for info in infos} == {"n0"}
+        assert service.pages("eve") == [] and len(service.pages(limit=2)) == 2
+        one.close()
+        other.close()
+
+
+def test_another_tenant_never_finds_them(tmp_path: Path) -> None:
+    with running(tmp_path):
+        ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
+        ada.store(0, 3)
+
+        pages, missing = eve.fetch(0, 3)
+
+        assert pages == [] and missing is not None and missing.reason == "never_stored"
+        ada.close()
+        eve.close()
+
+
+def test_a_killed_workers_slots_come_back(tmp_path: Path) -> None:
+    with running(tmp_path, l3_pages=8) as service:
+        program = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "from pathlib import Path\n"
+            "from node_kit import Peer\n"
+            "from kvtier.tier.messages import Granted, WantSlots\n"
+            "peer = Peer(Path(sys.argv[2]))\n"
+            "peer.store(0, 2, hold_for='preempted')\n"
+            "peer.client.send(WantSlots(2)); peer.hear(Granted)\n"
+            "print('ready', flush=True); sys.stdin.read()\n"
+        )
+        helpers = Path(__file__).parents[1]
+        worker = subprocess.Popen(
+            [sys.executable, "-c", program, str(helpers), str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert worker.stdout is not None and worker.stdin is not None
+        assert worker.stdout.readline() == "ready\n"
+        assert service.stats().tiers[TierName.HOST].used_bytes == 4 * SLOT_BYTES and not service.idle()
+
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
+
+        settle(service)
+        assert service.stats().tiers[TierName.HOST].used_bytes == 2 * SLOT_BYTES
+        survivor = Peer(tmp_path, "w1")
+        assert len(survivor.fetch(0, 2)[0]) == 2
+        survivor.close()
+        worker.stdin.close()
+        worker.stdout.close()
+
+
+def test_bytes_changed_in_l3_are_dropped_and_the_copy_in_l4_serves(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 3)
+        settle(service)
+        slot = peer.fetch(0, 3)[0][1].grant.slot
+        peer.client.slot(slot)[HEADER_BYTES] ^= 1
+
+        peer.fetch(0, 3)  # the worker finds it and says so
+        pages, _ = peer.fetch(0, 3)
+
+        assert [page.from_ssd for page in pages] == [False, True, False]
+        assert service.stats().tiers[TierName.HOST].corrupt_pages == 1
+        peer.client.slot(pages[2].grant.slot)[HEADER_BYTES] ^= 1
+        wait_until(service.idle)
+        assert service.verify(keys) == [
+            (keys[0], Outcome.ACCEPTED),
+            (keys[1], Outcome.ACCEPTED),
+            (keys[2], Outcome.CLIPPED),
+        ]
+        peer.close()
+
+
+def test_bytes_changed_on_the_disk_are_a_miss_and_one_note(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 3)
+        settle(service)
+        peer.close()
+    slab = next(file for file in (tmp_path / "l4").iterdir() if file.name.startswith("slab-"))
+    content = bytearray(slab.read_bytes())
+    at = content.index(keys[1] * 8)
+    content[at] ^= 1
+    slab.write_bytes(content)
+
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        pages, missing = peer.fetch(0, 3)
+
+        assert [page.index for page in pages if page.index < 1] == [0]
+        assert missing is not None and (missing.index, missing.reason) == (1, "corrupt")
+        assert service.stats().tiers[TierName.SSD].corrupt_pages == 1
+        assert len([note for note in service.notes() if keys[1].hex()[:16] in note]) == 1
+        again, why = peer.fetch(0, 3)
+        assert len(again) == 1 and why is not None and why.reason == "corrupt"
+        peer.close()
+
+
+def test_a_page_whose_bytes_are_wrong_never_reaches_l4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: SsdTier, place: Place, envelope: Any, payload: Any) -> None:
+        raise PageCorrupt("not what its envelope says")
+
+    monkeypatch.setattr(SsdTier, "write", refuse)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 1)
+        settle(service)
+
+        assert pages_in(service, TierName.SSD) == pages_in(service, TierName.HOST) == 0
+        assert service.stats().tiers[TierName.HOST].corrupt_pages == 1
+        peer.close()
+
+
+@pytest.mark.parametrize("call", ["write", "commit"])
+def test_a_disk_that_refuses_writes_costs_l4_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(self: SsdTier, *args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SsdTier, call, refuse)
+        with running(tmp_path, drain_s=1.0) as service:
+            peer = Peer(tmp_path)
+            peer.store(0, 3)
+            settle(service)
+
+            assert pages_in(service, TierName.HOST) == 3 and pages_in(service, TierName.SSD) == 0
+            assert len(peer.fetch(0, 3)[0]) == 3
+            assert any("No space left" in note for note in service.notes())
+            patched.undo()
+            peer.close()
+            # Once the disk takes writes again, stopping saves what only L3 holds.
+
+    with running(tmp_path) as service:
+        assert pages_in(service, TierName.SSD) == 3
+
+
+def test_a_disk_that_refuses_reads_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SsdTier, *args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 2)
+        settle(service)
+        service.evict(keys, TierName.HOST)
+        monkeypatch.setattr(SsdTier, "read", refuse)
+
+        pages, missing = peer.fetch(0, 2)
+
+        assert pages == [] and missing is not None and missing.reason == "load_failed"
+        settle(service)
+        peer.close()
+
+
+@both_stores
+def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path, store: str) -> None:
+    with running(tmp_path, store=store) as service:
+        ada, bob = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="bob")
+        ada.store(0, 4)
+        bob.store(0, 2)
+        settle(service)
+
+        cleared = service.clear("ada")
+
+        assert [outcome for _, outcome in cleared] == [Outcome.ACCEPTED] * 4
+        _, missing = ada.fetch(0, 4)
+        assert missing is not None and (missing.index, missing.reason) == (0, "cleared")
+        ada.close()
+        bob.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()  # so that the slots' own headers are all there is
+
+    with running(tmp_path, store=store) as service:
+        assert service.pages("ada") == []
+        if store == "slab":
+            assert len(service.pages("bob")) == 2
+
+
+def test_nothing_that_a_worker_sent_before_a_clear_survives_it(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        for i in range(20):
+            peer.store(0, 3)
+
+            service.clear("ada")
+
+            assert service.pages("ada") == [], f"round {i}"
+        peer.close()
+
+
+def test_pinned_pages_stay_and_evict_says_so(tmp_path: Path) -> None:
+    with running(tmp_path, l3_pages=8) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 2)
+        settle(service)
+        assert service.pin(keys) == [(key, Outcome.ACCEPTED) for key in keys]
+        for i in range(1, 10):
+            peer.store(1000 * i, 4)
+        settle(service)
+
+        assert service.evict(keys) == [(key, Outcome.REJECTED) for key in keys]
+        assert [page.from_ssd for page in peer.fetch(0, 2)[0]] == [False] * 2
+        wait_until(service.idle)
+        assert service.unpin([*keys, b"?" * 32]) == [
+            *((key, Outcome.ACCEPTED) for key in keys),
+            (b"?" * 32, Outcome.MISSING),
+        ]
+        assert service.evict(keys) == [(key, Outcome.ACCEPTED) for key in keys]
+        peer.close()
+
+
+def test_a_miss_after_a_change_of_identity_names_the_field(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 2)
+        settle(service)
+        peer.close()
+
+    with running(tmp_path):
+        peer = Peer(tmp_path, fields={**FIELDS, "epoch": "1"})
+        pages, missing = peer.fetch(0, 2)
+
+        assert pages == [] and missing is not None
+        assert missing.reason == "identity_differs" and "epoch is '1', stored with '0'" in missing.detail
+        peer.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b'{"zz": {}}', b"[1]"])
+def test_a_damaged_table_of_identities_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "roots.json").write_bytes(content)
+    assert load_roots(tmp_path / "roots.json") == []
+
+
+@pytest.mark.parametrize("l3_pages", [0, 1])
+def test_without_l3_the_node_serves_and_all_is_a_miss(tmp_path: Path, l3_pages: int) -> None:
+    with running(tmp_path, l3_pages=l3_pages) as service:
+        peer = Peer(tmp_path)
+        pages, missing = peer.fetch(0, 2)
+
+        assert pages == [] and missing is not None and missing.reason == "cache_off"
+        assert peer.client.slab is None and peer.client.welcome.slab_bytes == 0
+        assert any("L3 is off" in note for note in service.notes())
+        assert service.idle() and service.verify() == [] and service.clear() == []
+        peer.close()
+
+
+def test_without_l4_pages_live_in_l3_and_leave_no_file(tmp_path: Path) -> None:
+    with running(tmp_path, l4_bytes=0) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 2)
+        assert len(peer.fetch(0, 2)[0]) == 2
+        assert service.stats().tiers[TierName.SSD].capacity_bytes == 0
+        assert service.clear("ada") == [(key, Outcome.ACCEPTED) for key in keys]
+        peer.close()
+    assert not (tmp_path / "l4").exists()
+
+
+def test_stopping_twice_is_stopping_once_and_calls_are_refused_after(tmp_path: Path) -> None:
+    service = CacheService(
+        "n0", tmp_path / "run" / "sock", PAYLOAD_BYTES, 4 * SLOT_BYTES, tmp_path / "l4", 8 << 20
+    )
+    service.stop(0)
+    service.start()
+    before = {thread.name for thread in threading.enumerate()}
+    service.stop(0)
+    service.stop(0)
+
+    assert before >= {"cache-loop", "l4-writer"} and not before & {t.name for t in threading.enumerate()} - {
+        "MainThread"
+    }
+    assert service.health() == "the cache of node n0 is stopped"
+    with pytest.raises(ServiceStopped, match="stopped"):
+        service.stats()
+
+
+def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    with running(tmp_path):
+        second = CacheService(
+            "n1", tmp_path / "run2" / "sock", PAYLOAD_BYTES, 4 * SLOT_BYTES, tmp_path / "l4", 16 << 20
+        )
+        before = threading.active_count()
+        with pytest.raises(OSError):
+            second.start()  # another process could have the folder; here it is this one
+        assert threading.active_count() == before
+    with running(tmp_path):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_fails_tells_its_callers_and_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        monkeypatch.setattr(service._coordinator, "handle", lambda event, now: 1 / 0)
+
+        with pytest.raises(ZeroDivisionError):
+            service.pin([b"?" * 32])
+
+        assert peer.is_closed.wait(30.0)
+        peer.close()
+        wait_until(lambda: service.health() == "the cache of node n0 is failed")
+        assert "ZeroDivisionError" in service.notes()[-1]
+        with pytest.raises(ServiceStopped, match="failed"):
+            service.stats()

@@ -1,0 +1,181 @@
+"""What the coordinator keeps of pages, copies, workers, requests and transfers. Pure data; cache_state.py owns it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvtier.tier.base import CatalogueEntry
+from kvtier.tier.events import PageId, WorkerRef
+from kvtier.tier.lru import Lru
+from kvtier.tier.messages import Grant, Hello
+from kvtier.tier.page import Envelope, TierName
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds of a coordinator's tables and of what it has in flight."""
+
+    writes: int = 32  # pages on their way to L4 at once; more batch better, fewer leave more of L3 evictable
+    write_bytes: int = 128 * 2**20  # ... and their bytes
+    reads: int = 16  # pages on their way up at once; enough to keep the reader threads fed
+    verifies: int = 4
+    workers: int = 256
+    requests_per_worker: int = 4096
+    keys_per_locate: int = 100_000
+    gone: int = 65536  # pages whose leaving `explain` can still tell
+    roots: int = 64
+    contents: int = 4096
+    persist_every: int = 512  # used pages whose use the catalogue doesn't know yet
+    evictions_per_write: int = 4096  # L4 pages of other sizes that one page may push out
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """A sealed page in an L3 slot. It is findable while `page.host is self`, and stays until its readers are gone."""
+
+    page: Page
+    grant: Grant
+    readers: int = 0  # leases, holds, and transfers that read it
+    holds: int = 0  # those of the readers that are preempted requests
+    leave: bool = False  # to be dropped when the readers are gone
+
+
+@dataclass(slots=True, eq=False)
+class SsdCopy:
+    """A sealed page in L4. It is findable while `page.ssd is self`, and its slot stays until its readers are gone."""
+
+    entry: CatalogueEntry
+    readers: int = 0  # loads, queued ones too, and verifications
+    leave: bool = False
+    wipe: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """What the node knows of one (key, variant) that at least one tier holds."""
+
+    id: PageId
+    envelope: Envelope
+    last_use: float
+    content: bytes = b""
+    uses: int = 0
+    pinned: bool = False
+    host: HostCopy | None = None
+    ssd: SsdCopy | None = None
+    load: Load | None = None
+    host_order: Lru[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
+    ssd_order: Lru[Page] | None = None
+
+    @property
+    def depth(self) -> int:
+        """Position in its chain."""
+        return self.envelope.depth
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A worker's request as far as this node serves it. Indexes are those of its latest Locate."""
+
+    worker: Worker
+    request_id: str
+    leases: dict[int, HostCopy] = field(default_factory=dict)
+    waits: dict[int, Load] = field(default_factory=dict)
+    held: dict[HostCopy, None] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is leased to it and nothing is coming."""
+        return not (self.leases or self.waits or self.held)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    ref: WorkerRef
+    hello: Hello
+    grants: dict[int, Grant] = field(default_factory=dict)  # its stock, by slot
+    wanted: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+    fenced: bool = False  # heard no more; its grants and leases stand until it is gone
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A page's way from L4 to L3: queued while `transfer` is None. Abandoned when `page.load is not self`."""
+
+    page: Page
+    source: SsdCopy
+    queued_at: float
+    waiters: dict[tuple[Request, int], None] = field(default_factory=dict)
+    transfer: int | None = None
+    grant: Grant | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page's way from L3 to L4; `entry.place` is reserved."""
+
+    page: Page
+    copy: HostCopy
+    entry: CatalogueEntry
+    wipe: bool = False  # the page was cleared meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A Verify call."""
+
+    ticket: int
+    keys: tuple[bytes, ...]
+    todo: deque[tuple[PageId, TierName]]
+    running: int = 0
+    seen: set[bytes] = field(default_factory=set)  # keys of which a copy was there
+    corrupt: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Check:
+    job: Job
+    page: Page
+    copy: HostCopy | SsdCopy
+
+
+class Bandwidth:
+    """Bytes per second of L4 reads while any are under way, averaged with more weight on the recent."""
+
+    PRIOR = (
+        1e9  # until measured, and again when the measurement is old: one bad moment must not end all loads
+    )
+    WINDOW_S = 0.005
+    TRUSTED_S = 60.0
+    WEIGHT = 0.2
+
+    def __init__(self) -> None:
+        self._average = self.PRIOR
+        self._measured_at: float | None = None
+        self._since = 0.0
+        self._bytes = 0
+
+    def started(self, now: float) -> None:
+        """Reads begin after a pause."""
+        self._since, self._bytes = now, 0
+
+    def finished(self, nbytes: int, now: float) -> None:
+        """One read is done."""
+        self._bytes += nbytes
+        elapsed = now - self._since
+        if elapsed >= self.WINDOW_S:
+            self._average += self.WEIGHT * (self._bytes / elapsed - self._average)
+            self._measured_at = now
+            self._since, self._bytes = now, 0
+
+    def at(self, now: float) -> float:
+        """The estimate now."""
+        if self._measured_at is None or now - self._measured_at > self.TRUSTED_S:
+            return self.PRIOR
+        return self._average
+
+
+def parent_id(page: Page) -> PageId | None:
+    """The page before this one in its chain; None for a first page."""
+    return None if page.envelope.depth == 0 else (page.envelope.parent, page.envelope.variant)

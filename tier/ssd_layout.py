@@ -1,0 +1,157 @@
+"""How an L4 folder is laid out: what its byte budget is spent on, and the file that says what the folder is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from kvtier.tier.page import ALIGN_BYTES, HEADER_BYTES
+from kvtier.tier.slab import sync_folder
+
+Store = Literal["slab", "lmdb"]
+
+LAYOUT_FILE = "layout"
+FORMAT_VERSION = 1  # of the folder: raise it when files of an older program can't be read
+MIN_SEGMENT_BYTES = 8 * 2**20
+SEGMENTS = 64  # a segment is about 1/64 of the tier
+MIN_SEGMENT_SLOTS = 8
+MAX_CLEARED_TENANTS = 1024
+
+# Catalogue bytes per page: a record takes about 310, a B-tree in random order is two thirds full, and a commit that
+# touches every leaf needs each of them twice. The copy at open is dense.
+_MAP_BYTES_PER_PAGE = 1024
+_COPY_BYTES_PER_PAGE = 512
+_MAP_SPARE_BYTES = 512 * 1024
+_SMALL_FILES_BYTES = 256 * 1024  # layout, locks, folders
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a byte budget is cut up. ValueError when it holds no page."""
+
+    capacity_bytes: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes <= HEADER_BYTES or self.slot_bytes % ALIGN_BYTES:
+            raise ValueError(f"slot_bytes must be a multiple of {ALIGN_BYTES}, got {self.slot_bytes}")
+        if self.store_bytes < self.slot_bytes:
+            raise ValueError(
+                f"L4 of {self.capacity_bytes} bytes has no room for a page of {self.slot_bytes} and its catalogue"
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the usual size that the whole budget would hold; the catalogue is sized for so many."""
+        return max(0, self.capacity_bytes) // self.slot_bytes
+
+    @property
+    def map_bytes(self) -> int:
+        """The catalogue's most."""
+        return _round_up(_MAP_SPARE_BYTES + _MAP_BYTES_PER_PAGE * self.num_pages)
+
+    @property
+    def copy_bytes(self) -> int:
+        """The most of the catalogue's copy, which lies beside it while a folder is opened."""
+        return _round_up(_MAP_SPARE_BYTES // 2 + _COPY_BYTES_PER_PAGE * self.num_pages)
+
+    @property
+    def store_bytes(self) -> int:
+        """What is left for page bytes and, in LMDB, their overhead."""
+        return self.capacity_bytes - self.map_bytes - self.copy_bytes - _SMALL_FILES_BYTES
+
+    @property
+    def pages_map_bytes(self) -> int:
+        """The most of the file of LMDB values."""
+        return self.store_bytes // ALIGN_BYTES * ALIGN_BYTES
+
+    def page_bytes(self, store: Store) -> int:
+        """What is left for pages."""
+        if store == "slab":
+            return self.store_bytes
+        return max(0, self.store_bytes - _lmdb_overhead_bytes(self.store_bytes, self.slot_bytes))
+
+    def segment_bytes(self, store: Store) -> int:
+        """The segment size for a new folder: whole slots, and all of the budget used."""
+        pages = self.page_bytes(store)
+        if pages < self.slot_bytes:
+            raise ValueError(
+                f"L4 of {self.capacity_bytes} bytes has no room for a page of {self.slot_bytes} in store {store!r}"
+            )
+        wanted = max(pages // SEGMENTS, MIN_SEGMENT_BYTES, MIN_SEGMENT_SLOTS * self.slot_bytes)
+        count = max(1, pages // wanted)
+        return pages // count // self.slot_bytes * self.slot_bytes
+
+
+@dataclass(slots=True)
+class Layout:
+    """The file `layout`: what the folder is, and which tenants were cleared when.
+
+    `era` goes up with each clear. A slot whose stamp is of an era before its tenant's in `cleared`, or before
+    `floor`, is dead: a rebuild passes it over. With more than MAX_CLEARED_TENANTS the oldest clear becomes the floor,
+    for all tenants: a rebuild then finds less, never more.
+    """
+
+    store: str
+    segment_bytes: int
+    era: int = 0
+    floor: int = 0
+    cleared: dict[str, int] = field(default_factory=dict)  # tenant digest in hex -> era of its last clear
+    version: int = FORMAT_VERSION
+
+    def forget(self, tenant: bytes | None) -> None:
+        """The tenant (None: everyone) is cleared now."""
+        self.era += 1
+        if tenant is None:
+            self.cleared.clear()
+            self.floor = self.era
+            return
+        self.cleared.pop(tenant.hex(), None)
+        self.cleared[tenant.hex()] = self.era
+        while len(self.cleared) > MAX_CLEARED_TENANTS:
+            self.floor = self.cleared.pop(next(iter(self.cleared)))
+
+    def is_dead(self, tenant: bytes, era: int) -> bool:
+        """Whether a slot of this tenant, stamped in this era, was cleared since."""
+        return era < max(self.floor, self.cleared.get(tenant.hex(), 0))
+
+    def save(self, folder: Path) -> None:
+        """Replace the file in one step that a power cut can't split."""
+        body = msgspec.json.encode(self)
+        new = folder / f"{LAYOUT_FILE}.new"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, body + b"\n" + xxhash.xxh3_64(body).hexdigest().encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(new, folder / LAYOUT_FILE)
+        sync_folder(folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> Layout:
+        """Raises FileNotFoundError, or ValueError saying what is wrong with it."""
+        body, _, digest = (folder / LAYOUT_FILE).read_bytes().partition(b"\n")
+        if xxhash.xxh3_64(body).hexdigest().encode() != digest.strip():
+            raise ValueError("its layout file is damaged")
+        version = msgspec.json.decode(body).get("version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format {version}, this program reads {FORMAT_VERSION}")
+        return msgspec.json.decode(body, type=cls)
+
+
+def _lmdb_overhead_bytes(store_bytes: int, slot_bytes: int) -> int:
+    """What LMDB needs beside the pages: B-tree and free list, and runs that wait for old readers to end.
+
+    A payload and LMDB's own 16-byte head take at most a slot's bytes, so a page never takes more than its slot.
+    """
+    return _MAP_SPARE_BYTES + 12 * slot_bytes + 1024 * (store_bytes // slot_bytes) + store_bytes // 64
+
+
+def _round_up(n: int) -> int:
+    return -(-n // ALIGN_BYTES) * ALIGN_BYTES

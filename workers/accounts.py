@@ -1,0 +1,97 @@
+"""Keeps a worker's books: prompt tokens by tier, requests, and what `explain` tells of the latest ones.
+
+Usage law: over all requests, hit tokens by tier + computed tokens == prompt tokens, each request counted at its first
+token and never again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from kvtier.tier.page import TierName
+from kvtier.tier.stats import RequestTotals, TierCounters
+from kvtier.workers.api import Explanation, PageNote
+from kvtier.workers.page_table import PageTable
+from kvtier.workers.sequence import Request
+
+EXPLANATIONS = 1024  # of the latest requests
+
+
+class Accounts:
+    """Owned by the step loop. `explanations` holds at most EXPLANATIONS, the oldest go first."""
+
+    def __init__(self, table: PageTable, worker_id: str) -> None:
+        self.totals = RequestTotals()
+        # What the requests looked for and found in each tier; the tiers' own numbers are their owners'.
+        self.tiers = {tier: TierCounters() for tier in (TierName.HBM, TierName.HOST, TierName.SSD)}
+        self.explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self._table = table
+        self._worker_id = worker_id
+
+    def count(self, request: Request, now: float) -> None:
+        """The request's first token: its prompt counts, now and never again."""
+        request.first_token_s = now
+        usage = request.count_usage()
+        totals = self.totals
+        totals.requests += 1
+        totals.prompt_tokens += usage.prompt_tokens
+        totals.computed_tokens += usage.computed_tokens
+        totals.cached_tokens += usage.prompt_tokens - usage.computed_tokens
+        hits = request.cached_tokens()
+        if TierName.HOST in request.lookups:
+            request.looked(TierName.SSD, request.lookups[TierName.HOST] - hits[TierName.HOST])
+        for tier, counters in self.tiers.items():
+            counters.lookups_tokens += request.lookups.get(tier, 0)
+            counters.hit_tokens += hits[tier]
+        self._remember(request, now)
+
+    def close(self, request: Request, now: float) -> None:
+        """The request is over."""
+        if request.usage is None:
+            self.totals.aborted_prompt_tokens += request.prompt_tokens
+            self._remember(request, now)
+            return
+        told = self.explanations.get(request.spec.request_id)
+        if told is not None:
+            tokens = sum(seq.completion_tokens for seq in request.sequences)
+            self.explanations[request.spec.request_id] = replace(
+                told, usage=request.usage_of(tokens), preemptions=request.preemptions
+            )
+
+    def check(self) -> None:
+        """The usage law; AssertionError where it doesn't hold."""
+        totals = self.totals
+        assert totals.cached_tokens == sum(c.hit_tokens for c in self.tiers.values()), "hits by tier"
+        assert totals.cached_tokens + totals.computed_tokens == totals.prompt_tokens, "the usage law"
+        assert len(self.explanations) <= EXPLANATIONS
+
+    def _remember(self, request: Request, now: float) -> None:
+        request_id = request.spec.request_id
+        self.explanations.pop(request_id, None)
+        self.explanations[request_id] = Explanation(
+            request_id=request_id,
+            tenant=request.spec.tenant,
+            worker_id=self._worker_id,
+            prompt_tokens=request.prompt_tokens,
+            notes=tuple(self._known(request, note, now) for note in request.notes(self._table.page_tokens)),
+            usage=request.usage,
+            preemptions=request.preemptions,
+        )
+        if len(self.explanations) > EXPLANATIONS:
+            self.explanations.popitem(last=False)
+
+    def _known(self, request: Request, note: PageNote, now: float) -> PageNote:
+        """The note, with what L1 itself remembers of a page that nobody else knows."""
+        if note.reason != "never_stored":
+            return note
+        page_tokens = self._table.page_tokens
+        page = note.start // page_tokens
+        ghost = self._table.ghosts.get(request.sequences[0].page_keys(page + 1, page_tokens)[page])
+        if ghost is None:
+            return note if note.detail else replace(note, detail="no lower tier was there to ask")
+        ago, idle = now - ghost.evicted_s, ghost.evicted_s - ghost.last_use_s
+        detail = (
+            f"from L1 {ago:.1f} s ago, then unused for {idle:.1f} s, the longest of all; in no tier below"
+        )
+        return replace(note, reason="evicted", detail=detail)
