@@ -10,7 +10,13 @@ import torch
 
 from kvtier.kernels import reference
 from kvtier.kernels.cpu.build import BuildError
-from kvtier.kernels.cpu.native import LlamaLayerWeights, NativeKernels, NativeLlama, llama_refusal
+from kvtier.kernels.cpu.native import (
+    LlamaLayerWeights,
+    NativeKernels,
+    NativeLinear,
+    NativeLlama,
+    llama_refusal,
+)
 from kvtier.kernels.layout import IntArray, KVLayout, StepPlan, check_rows, make_plan
 from kvtier.kernels.memory import raise_malloc_thresholds
 
@@ -21,6 +27,7 @@ __all__ = [
     "Kernels",
     "LlamaLayerWeights",
     "NativeKernels",
+    "NativeLinear",
     "NativeLlama",
     "StepPlan",
     "TorchKernels",

@@ -87,10 +87,10 @@ class Client:
         self.worker.submit(EngineRequest(name, tenant, tuple(prompt), params, use_cache, time.time()))
         return name
 
-    def result(self, name: str, index: int = 0) -> Result:
+    def result(self, name: str, index: int = 0, patience_s: float = PATIENCE_S) -> Result:
         """Wait for a sequence's end."""
         with self._came:
-            assert self._came.wait_for(lambda: self._is_over(name, index), PATIENCE_S), f"{name} doesn't end"
+            assert self._came.wait_for(lambda: self._is_over(name, index), patience_s), f"{name} doesn't end"
             return Result(self._outputs[name, index])
 
     def first(self, name: str) -> None:

@@ -72,8 +72,10 @@ class SegmentAllocator:
     def take(self, place: Place, slot_bytes: int) -> bool:
         """Claim a slot found in a catalogue at start; False when it can't be (taken, or another size's segment)."""
         if place.segment not in self._slot_bytes:
-            if place.segment not in self._free_segments or slot_bytes > self.segment_bytes:
+            if place.segment not in self._free_segments:
                 return False
+            if not 0 <= place.index < self.segment_bytes // slot_bytes:
+                return False  # before the segment is begun: it has no such slot
             self._free_segments.remove(place.segment)
             self._start(place.segment, slot_bytes)
         if self._slot_bytes[place.segment] != slot_bytes or place.index not in self._free[place.segment]:

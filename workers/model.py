@@ -17,6 +17,7 @@ from kvtier.kernels.ops import (
     KVLayout,
     LlamaLayerWeights,
     NativeKernels,
+    NativeLinear,
     NativeLlama,
     StepPlan,
     make_plan,
@@ -407,7 +408,6 @@ class TransformersModel:
     """transformers' own modules, with attention over pages in place of theirs; owns the module tree."""
 
     kind: Literal["lean", "transformers"] = "transformers"
-    invariant = False
 
     def __init__(self, folder: Path, layout: KVLayout, kernels: Kernels, device: torch.device) -> None:
         """Load the model of `folder`. Raises ValueError for an architecture that can't take our attention."""
@@ -429,6 +429,9 @@ class TransformersModel:
             name = type(self._model).__name__
             raise ValueError(f"{name} isn't supported: its attention can't be replaced")
         self._model.eval().to(device)
+        self.invariant = False
+        if isinstance(kernels, NativeKernels):
+            self.invariant = _compile_linears(self._model, kernels)
         self._device = device
         self._layout = layout
         self._kernels = kernels
@@ -481,6 +484,24 @@ class TransformersModel:
             raise ValueError(
                 f"{name} isn't supported: over pages its logits differ by {error:.0%} from its own attention's"
             )
+
+
+def _compile_linears(model: Any, kernels: NativeKernels) -> bool:
+    """Let our kernels do the model's linear layers; True when they do all of its products.
+
+    What remains then works on one row at a time, and row by row its bits don't depend on the number of rows, as long
+    as torch runs it in one thread and no row ends within a vector.
+    """
+    complete = True
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child.in_features % 2 == 0:
+                setattr(parent, name, NativeLinear(kernels, child))
+                complete = complete and child.in_features % 32 == 0
+    for module in model.modules():
+        matrices = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        complete = complete and not (matrices and type(module) is not torch.nn.Embedding)
+    return complete
 
 
 _REFUSED_BY_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias")

@@ -127,10 +127,8 @@ def load_runner(
     kernels = choose_kernels(device, cache, threads, native)
     model = _load_model(folder, shape, layout, kernels, forward, positions, arena, max_batch_tokens)
     computed_by = f"{model.kind}, {kernels.name}" if invariant else model.kind
-    if isinstance(model, NativeModel):
-        torch.set_num_threads(
-            1
-        )  # what is left to torch is small, and its threads would only be in our threads' way
+    if model.invariant:
+        torch.set_num_threads(1)  # little is left to torch; its threads would be in our threads' way
     return Runner(
         model=model,
         kernels=kernels,

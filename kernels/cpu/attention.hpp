@@ -459,7 +459,8 @@ struct Tasks {
                 const int n = std::min(block_rows, plan.lengths[s] - done);
                 const int position = plan.contexts[s] - plan.lengths[s] + done;
                 for (int head = 0; head < heads; head++)
-                    blocks.push_back({s, head, plan.starts[s] + done, n, position, (position + n + SPLIT - 1) / SPLIT, 0});
+                    blocks.push_back(
+                        {s, head, plan.starts[s] + done, n, position, (position + n + SPLIT - 1) / SPLIT, 0});
             }
         const bool cut = int(blocks.size()) < 8 * threads && threads > 1;
         int64_t floats = 0;

@@ -1,4 +1,6 @@
 // The C interface of our CPU kernels; kernels/cpu/native.py is its only caller and checks all arguments.
+#include <type_traits>
+
 #include "llama.hpp"
 
 using namespace kvt;
@@ -22,6 +24,39 @@ void attend(Pool& pool, const KVLayout& layout, const Plan& plan, uint8_t* arena
     for (size_t i = 0; i < count; i++) wanted[i] = F::stored_of(results[i]);
 }
 
+template <class F>
+void multiply(Pool& pool, const void* x, int rows, int inputs, const void* w, int outputs, const float* bias, void* y) {
+    using Panel = typename F::Weights;
+    using Act = typename Panel::Act;
+    using Stored = typename F::Stored;
+    constexpr int CHUNK = 8 * MR;
+    const Stored* given = static_cast<const Stored*>(x);
+    std::vector<Act> converted;
+    const Act* a;
+    if constexpr (std::is_same_v<Act, Stored>) {
+        a = given;
+    } else {
+        converted.resize(size_t(rows) * inputs);
+        for (size_t i = 0; i < converted.size(); i++) converted[i] = F::act_of(given[i]);
+        a = converted.data();
+    }
+    const int panels = (outputs + NR - 1) / NR, chunks = (rows + CHUNK - 1) / CHUNK;
+    pool.run(int64_t(panels) * chunks, [&](int task, int) {
+        const int p = task % panels, from = task / panels * CHUNK, n0 = p * NR, n = std::min(NR, outputs - n0);
+        float added[NR] = {};
+        if (bias) std::memcpy(added, bias + n0, n * sizeof(float));
+        panel<Panel>(a + int64_t(from) * inputs, inputs, std::min(CHUNK, rows - from),
+                     static_cast<const typename Panel::Elem*>(w) + int64_t(p) * NR * inputs, inputs / Panel::STEP,
+                     [&](int at, int count, float* tile) {
+                         for (int r = 0; r < count; r++) {
+                             for (int i = 0; i < NR; i++) tile[r * NR + i] += added[i];
+                             convert(tile + r * NR, static_cast<Stored*>(y) + (int64_t(from) + at + r) * outputs + n0,
+                                     n, F::write);
+                         }
+                     });
+    });
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -31,8 +66,8 @@ void* kvt_pool_new(int threads) { return new Pool(threads); }
 void kvt_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
 // q and out [rows, heads * group, dim] in the pages' format; lse [rows, heads * group], set to -inf beforehand.
-void kvt_attention(void* pool, int dtype, const KVLayout* layout, const Plan* plan, uint8_t* arena, int layer, int group,
-                   float scale, int rows, const void* q, void* out, float* lse) {
+void kvt_attention(void* pool, int dtype, const KVLayout* layout, const Plan* plan, uint8_t* arena, int layer,
+                   int group, float scale, int rows, const void* q, void* out, float* lse) {
     Pool& p = *static_cast<Pool*>(pool);
     std::vector<Scratch> scratch(p.threads());
     switch (dtype) {
@@ -59,6 +94,17 @@ void kvt_write(const KVLayout* layout, const Plan* plan, uint8_t* arena, int lay
                 std::memcpy(key + pages.value_offset(), v + (row * layout->heads + h) * row_bytes, row_bytes);
             }
         }
+}
+
+// y [rows, outputs] = x [rows, inputs] W^T + bias; W in panels, x and y in the weights' format, bias [outputs] or null.
+void kvt_linear(void* pool, int dtype, const void* x, int rows, int inputs, const void* w, int outputs,
+                const float* bias, void* y) {
+    Pool& p = *static_cast<Pool*>(pool);
+    switch (dtype) {
+        case F32: return multiply<FormatF32>(p, x, rows, inputs, w, outputs, bias, y);
+        case BF16: return multiply<FormatBF16>(p, x, rows, inputs, w, outputs, bias, y);
+        case F16: return multiply<FormatF16>(p, x, rows, inputs, w, outputs, bias, y);
+    }
 }
 
 void* kvt_llama_new(const LlamaModel* model, void* pool) {

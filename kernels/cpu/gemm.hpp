@@ -13,6 +13,8 @@ constexpr int MR = 12;  // rows at once: 24 accumulators of 32 registers
 constexpr int MR = 3;
 #endif
 
+constexpr int BLOCK_STEPS = 64;
+
 struct PanelBF16 {  // pairs along k
     using Act = uint16_t;
     using Elem = uint16_t;
@@ -45,27 +47,33 @@ struct PanelF16 {
     static vf fma(vf acc, W w, vf x) { return w * x + acc; }
 };
 
-// c [M, 32] = a [M, k] times one panel; k in steps of P::STEP. Not inlined: many callers, much code.
+// c [M, 32] = a [M, k] times one panel; k in steps of P::STEP, summed in blocks so that errors grow slowly with k. Not
+// inlined: many callers, much code.
 template <class P, int M>
-__attribute__((noinline)) void micro(const typename P::Act* a, size_t lda, const typename P::Elem* w, int steps, float* c, size_t ldc) {
-    vf acc[M][2];
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
-    for (int k = 0; k < steps; k++) {
-        __builtin_prefetch((const char*)w + 2048);
-        __builtin_prefetch((const char*)w + 2112);
-        const typename P::W w0 = P::weights(w), w1 = P::weights(w + LANES * P::STEP);
+__attribute__((noinline)) void micro(const typename P::Act* a, size_t lda, const typename P::Elem* w, int steps,
+                                     float* c, size_t ldc) {
+    for (int done = 0; done < steps; done += BLOCK_STEPS) {
+        vf acc[M][2];
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
+        const int end = done + BLOCK_STEPS < steps ? done + BLOCK_STEPS : steps;
+        for (int k = done; k < end; k++) {
+            __builtin_prefetch((const char*)w + 2048);
+            __builtin_prefetch((const char*)w + 2112);
+            const typename P::W w0 = P::weights(w), w1 = P::weights(w + LANES * P::STEP);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const auto x = P::input(a + m * lda);
-            acc[m][0] = P::fma(acc[m][0], w0, x);
-            acc[m][1] = P::fma(acc[m][1], w1, x);
+            for (int m = 0; m < M; m++) {
+                const auto x = P::input(a + m * lda);
+                acc[m][0] = P::fma(acc[m][0], w0, x);
+                acc[m][1] = P::fma(acc[m][1], w1, x);
+            }
+            a += P::STEP;
+            w += NR * P::STEP;
         }
-        a += P::STEP;
-        w += NR * P::STEP;
-    }
-    for (int m = 0; m < M; m++) {
-        store(c + m * ldc, acc[m][0]);
-        store(c + m * ldc + LANES, acc[m][1]);
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < 2; i++) {
+                float* to = c + m * ldc + i * LANES;
+                store(to, done ? load<vf>(to) + acc[m][i] : acc[m][i]);
+            }
     }
 }
 

@@ -48,8 +48,10 @@ class Llama : public LlamaBase {
     using Act = typename Panel::Act;
     using Elem = typename Panel::Elem;
     using Stored = typename F::Stored;
-    static constexpr int FEW_ROWS_PER_THREAD = 24;  // below it threads share columns, above rows; measured flat around
-    static constexpr int CHUNK_ROWS = 8 * MR;
+    // Up to so many rows threads share columns, which reads each weight once; beyond, arithmetic takes longer than
+    // reading, and sharing rows waits less often. One thread takes as long either way.
+    static constexpr int FEW_ROWS_PER_THREAD = 24;
+    static constexpr int CHUNK_ROWS = 8 * MR;  // measured: 4 to 16 times MR behave alike
 
    public:
     Llama(const LlamaModel& m, Pool& pool) : m_(m), pool_(pool), scratch_(pool.threads()) {
@@ -65,8 +67,8 @@ class Llama : public LlamaBase {
 
     void forward(const LlamaStep& s) override {
         const bool few = s.rows <= FEW_ROWS_PER_THREAD * pool_.threads();
-        const Attention<F> attention{{s.arena, {m_.heads, m_.dim, m_.page_tokens, s.frame_bytes, m_.record_bytes}},
-                                     s.plan, 0, m_.query_heads / m_.heads, m_.scale, q_.data(), attended_.data(), nullptr};
+        const int group = m_.query_heads / m_.heads;
+        const Attention<F> attention{pages(s), s.plan, 0, group, m_.scale, q_.data(), attended_.data(), nullptr};
         embed(s);
         std::fill(attended_.begin(), attended_.begin() + size_t(s.rows) * m_.query_heads * m_.dim, Act{});
         sequence_of(s);
@@ -80,6 +82,9 @@ class Llama : public LlamaBase {
     }
 
    private:
+    Pages pages(const LlamaStep& s) const {
+        return {s.arena, {m_.heads, m_.dim, m_.page_tokens, s.frame_bytes, m_.record_bytes}};
+    }
     int qkv_width() const { return (m_.query_heads + 2 * m_.heads) * m_.dim; }
 
     template <class G>
@@ -101,7 +106,7 @@ class Llama : public LlamaBase {
                 return;
             }
             constexpr int STEP = Panel::STEP;
-            const Elem* at = static_cast<const Elem*>(m_.head) + token / NR * (int64_t(NR) * m_.hidden) + token % NR * STEP;
+            const Elem* at = weights(m_.head, int(token / NR), m_.hidden) + token % NR * STEP;
             for (int i = 0; i < m_.hidden; i += STEP, at += NR * STEP)
                 for (int j = 0; j < STEP; j++) x[i + j] = F::read(at[j]);
         });
@@ -132,7 +137,9 @@ class Llama : public LlamaBase {
                              std::memcpy(qkv_.data() + (int64_t(from) + at + r) * width + n0, tile + r * NR, n * 4);
                      });
     }
-    static const Elem* weights(const void* w, int p, int k) { return static_cast<const Elem*>(w) + int64_t(p) * NR * k; }
+    static const Elem* weights(const void* w, int p, int k) {
+        return static_cast<const Elem*>(w) + int64_t(p) * NR * k;
+    }
 
     // Bias, norms and rope of a row's q, k and v; k and v go to their page.
     void place_row(const LlamaStep& s, int layer, int r) {
@@ -156,12 +163,12 @@ class Llama : public LlamaBase {
         convert(row, q, m_.query_heads * dim, F::act);
         if (sequence < 0) return;
         const int position = s.plan.contexts[sequence] - s.plan.lengths[sequence] + r - s.plan.starts[sequence];
-        const Pages pages{s.arena, {m_.heads, dim, m_.page_tokens, s.frame_bytes, m_.record_bytes}};
+        const Pages to = pages(s);
         const float *k = row + m_.query_heads * dim, *v = k + m_.heads * dim;
         for (int h = 0; h < m_.heads; h++, k += dim, v += dim) {
-            Stored* key = pages.key<Stored>(s.plan, sequence, position, layer, h);
+            Stored* key = to.key<Stored>(s.plan, sequence, position, layer, h);
             convert(k, key, dim, F::write);
-            convert(v, key + pages.value_offset(), dim, F::write);
+            convert(v, key + to.value_offset(), dim, F::write);
         }
     }
 
@@ -205,7 +212,8 @@ class Llama : public LlamaBase {
         pool_.run((qkv_width() + NR - 1) / NR, [&](int p, int) { qkv_panel(l, p, 0, s.rows); });
         each_row(s.rows, [&](int r, int) { place_row(s, index, r); });
         tasks_.run(pool_, scratch_, attention);
-        pool_.run(m_.hidden / NR, [&](int p, int) { add_panel(l.out, attention_width(), attended_.data(), p, 0, s.rows); });
+        pool_.run(m_.hidden / NR,
+                  [&](int p, int) { add_panel(l.out, attention_width(), attended_.data(), p, 0, s.rows); });
         each_row(s.rows, [&](int r, int) { norm_row(r, l.mlp_norm); });
         pool_.run(inter_ / LANES, [&](int p, int) { gate_panel(l, p, 0, s.rows); });
         pool_.run(m_.hidden / NR, [&](int p, int) { add_panel(l.down, inter_, mlp_.data(), p, 0, s.rows); });
@@ -263,8 +271,8 @@ class Llama : public LlamaBase {
         pool_.run((panels + grain - 1) / grain, [&](int c, int) {
             for (int p = c * grain; p < std::min(panels, (c + 1) * grain); p++) {
                 const int n0 = p * NR, n = std::min(NR, m_.vocab - n0);
-                panel<Panel>(act_.data(), m_.hidden, s.num_logits, weights(m_.head, p, m_.hidden), m_.hidden / Panel::STEP,
-                             [&](int at, int rows, const float* tile) {
+                panel<Panel>(act_.data(), m_.hidden, s.num_logits, weights(m_.head, p, m_.hidden),
+                             m_.hidden / Panel::STEP, [&](int at, int rows, const float* tile) {
                                  for (int r = 0; r < rows; r++)
                                      std::memcpy(s.logits + (int64_t(at) + r) * m_.vocab + n0, tile + r * NR, n * 4);
                              });

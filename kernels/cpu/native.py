@@ -237,6 +237,41 @@ def _gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat(both, dim=1).flatten(0, 1)
 
 
+class NativeLinear(torch.nn.Module):
+    """torch.nn.Linear in our compiled code; each row's result is the same bits whatever the other rows."""
+
+    def __init__(self, kernels: NativeKernels, linear: torch.nn.Linear) -> None:
+        """Packs the weights, of which no other copy is kept. Raises ValueError for a dtype or size we don't have."""
+        super().__init__()
+        if linear.weight.dtype not in _DTYPES:
+            raise ValueError(f"no compiled linear for {linear.weight.dtype}")
+        self._kernels = kernels
+        self._dtype = linear.weight.dtype
+        self._packed = pack(linear.weight.detach())
+        self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        if x.dtype != self._dtype or x.shape[-1] != self.in_features:
+            raise ValueError(f"rows of {self.in_features} {self._dtype}, got {x.shape[-1]} {x.dtype}")
+        x = x.contiguous()
+        y = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
+        assert self._kernels.pool is not None, "kernels are closed"
+        self._kernels.library.kvt_linear(
+            self._kernels.pool,
+            _DTYPES[self._dtype],
+            x.data_ptr(),
+            x.numel() // self.in_features,
+            self.in_features,
+            self._packed.data_ptr(),
+            self.out_features,
+            None if self._bias is None else self._bias.data_ptr(),
+            y.data_ptr(),
+        )
+        return y
+
+
 class NativeLlama:
     """A Llama-family model whose whole step runs in our compiled code; owns the packed weights.
 
@@ -394,6 +429,10 @@ def _declare(library: ctypes.CDLL) -> None:
             None,
             [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_float, c_int32]
             + [c_void_p] * 3,
+        ),
+        "kvt_linear": (
+            None,
+            [c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p],
         ),
         "kvt_write": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
         "kvt_llama_new": (c_void_p, [c_void_p, c_void_p]),

@@ -102,7 +102,6 @@ inline float from_bf16(uint16_t h) {
     std::memcpy(&f, &u, 4);
     return f;
 }
-inline uint16_t to_bf16(float f) { return uint16_t(round_bf16(splat(f))[0]); }
 
 inline float from_f16(uint16_t h) {
 #if defined(__F16C__)

@@ -111,12 +111,17 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
 def test_greedy_tokens_equal_transformers_alone_and_in_a_batch_on_a_miss_and_on_a_hit(
     client: Client, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
+    if client.worker.info().root_fields["forward"].startswith("transformers"):
+        prompts, expected = (
+            prompts[:8],
+            expected[:8],
+        )  # fixed tiles through its modules are slow: two of each length
     # transformers bans the end of sequence until min_new_tokens are there; so does min_tokens here.
     options = {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS}
 
     def together() -> list[list[int]]:
         names = [client.send(prompt, **options) for prompt in prompts]
-        return [client.result(name).tokens for name in names]
+        return [client.result(name, patience_s=240.0).tokens for name in names]
 
     batched_miss = together()
     assert batched_miss == expected

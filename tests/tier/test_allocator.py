@@ -103,3 +103,13 @@ def test_a_catalogue_of_many_pages_is_claimed_in_linear_time() -> None:
     assert all(allocator.take(Place(0, index), 8 * KIB) for index in range(50_000))
 
     assert allocator.alloc(8 * KIB) is None
+
+
+def test_a_place_that_its_segment_does_not_have_leaves_the_segment_free() -> None:
+    """A damaged catalogue may name any place; the segment it names was begun and never free again."""
+    allocator = SegmentAllocator(40_960, 40_960)
+
+    assert not allocator.take(Place(0, 1), 36_864)
+
+    allocator.check()
+    assert allocator.alloc(4_096) == Place(0, 0)
