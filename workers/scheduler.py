@@ -100,7 +100,8 @@ class Scheduler:
         self.active: list[Sequence] = []  # LOADING and RUNNING, oldest first
         self.claims: dict[PageKey, Sequence] = {}
         self.preemptions = 0
-        self._copies: list[CopyHead] = []  # of sequences that start, for the next step
+        # To be made in this order, whoever makes them: a frame that one reads may be the next one's to write.
+        self._copies: list[CopyHead] = []
         self._started: list[Sequence] = []  # since this step's decode rows were chosen
         self._leases = 0
 
@@ -121,16 +122,14 @@ class Scheduler:
 
     def schedule(self, now: float, *, can_load: bool, free_slots: int) -> Step:
         """What to do in the next step. `free_slots` L3 slots are at hand for pages of preempted sequences."""
-        step = Step(copies=self._copies)
-        self._copies = []
+        step = Step()
         slots = _Slots(free_slots)
         budget = self.max_batch_tokens - self._decode(step, slots, now)
         self._started = []
         if not step.demotions:
             self._admit(step, can_load, now)
         self._prefill(step, slots, budget, now)
-        step.copies += self._copies
-        self._copies = []
+        step.copies = self._take_copies()
         return step
 
     def _decode(self, step: Step, slots: _Slots, now: float) -> int:
@@ -195,14 +194,16 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, now: float) -> list[CopyHead]:
         """Let a sibling share the pages of a prompt just computed, or queue it where there is no room.
 
-        The copies are to be made at once, before anything else is computed.
+        The copies are to be made at once, before anything else is computed. Those of sequences whose load ended since
+        the step was scheduled are among them, first: the sibling's frame may be the page that one of them reads.
         """
         if len(self.active) < self.max_sequences:
             copies = self.table.fork(parent, child, now)
             if copies is not None:
                 child.enter(SequenceState.RUNNING)
                 insort(self.active, child, key=_age)
-                return copies
+                self._copies += copies
+                return self._take_copies()
         self.add(child)
         return []
 
@@ -348,6 +349,10 @@ class Scheduler:
         if seq.request.started_s is None:
             seq.request.started_s = now
         self._drop_claims(seq, seq.num_cached)
+
+    def _take_copies(self) -> list[CopyHead]:
+        copies, self._copies = self._copies, []
+        return copies
 
     # Room
 

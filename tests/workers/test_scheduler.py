@@ -50,6 +50,7 @@ class Machine:
     frames: list[list[Content | None]] = field(init=False)
     node: dict[PageKey, list[Content | None]] = field(default_factory=dict)
     saving: list[Saving] = field(default_factory=list)
+    asked: list[Sequence] = field(default_factory=list)  # LOADING, before the node says what it has
     loading: list[tuple[Sequence, int]] = field(default_factory=list)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finished: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Machine:
     def step(self) -> None:
         self.now += 1.0
         self.end_saves(0.5)
+        self.answer_some(0.5)
         self.end_loads(0.5)
         step = self.scheduler.schedule(self.now, can_load=self.has_node, free_slots=self.slots)
         self.check_bounds(step)
@@ -108,9 +110,9 @@ class Machine:
                 end = page.depth * self.page_tokens + page.tokens
                 tokens = tuple(demotion.seq.tokens[:end].tolist())
                 self.saving.append(Saving(demotion.seq, page, tokens))
-        for seq in step.loads:
-            self.locate(seq)
-        assert step.rows or step.demotions or self.saving or self.loading or step.loads, "nothing can go on"
+        self.asked += step.loads
+        assert step.rows or step.demotions or self.saving or self.loading or self.asked, "nothing can go on"
+        self.answer_some(0.2)
         for row in step.rows:
             self.compute(row)
         for row in step.rows:
@@ -165,11 +167,21 @@ class Machine:
                 self.end(each, reason)
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
+        self.asked = [s for s in self.asked if s is not seq]
         self.loading = [(s, i) for s, i in self.loading if s is not seq]
         self.scheduler.finish(seq, self.now)
         self.finished[seq.request.spec.request_id, seq.index] = reason
 
-    def locate(self, seq: Sequence) -> None:
+    def answer_some(self, chance: float) -> None:
+        """The node's answers come whenever they come: between steps, or while one is computed."""
+        left, self.asked = self.asked, []
+        for seq in left:
+            if self.rng.random() < chance:
+                self.answer(seq)
+            else:
+                self.asked.append(seq)
+
+    def answer(self, seq: Sequence) -> None:
         load = seq.load
         assert load is not None
         load.located = True
@@ -423,6 +435,29 @@ def test_the_shared_head_of_a_page_is_copied_not_shared() -> None:
 
     assert second.usage is not None
     assert second.usage.cached_tokens["L1"] == 6
+
+
+def test_a_head_is_copied_before_a_sibling_takes_its_page() -> None:
+    """A load ends during a step, and its sequence is to start from the head of a cached page; then a fork in that same
+    step evicts the page and fills the frame at once, so that the head, copied a step later, was the sibling's.
+    """
+    made = machine(capacity=3, slots=0)
+    made.submit("cached", [1, 2, 3, 4], 1)
+    made.run()
+    loads = made.submit("loads", [1, 2, 9, 9], 1)
+    made.submit("forks", [5], 1, n=2)
+    step = made.scheduler.schedule(made.now, can_load=True, free_slots=0)
+    (row,) = step.rows
+    made.answer(loads.sequences[0])
+    made.compute(row)
+    made.scheduler.advance(row, made.now)
+    made.sample(row.seq)
+
+    made.run()
+
+    assert made.table.evicted_pages == 1
+    assert loads.usage is not None
+    assert loads.usage.cached_tokens["L1"] == 2
 
 
 def test_siblings_share_the_prompt_which_counts_once() -> None:
