@@ -71,7 +71,7 @@ class L1Config(_Section):
 
 
 class L3Config(_Section):
-    """The node's slab of pinned shared memory; 0 turns the tier off."""
+    """The node's slab of pinned shared memory; 0 turns the tier off, but for a small staging slab if L4 is on."""
 
     bytes: Bytes = Field(default=1024 * 2**20, ge=0)
 
@@ -165,9 +165,7 @@ class Config(_Section):
     @classmethod
     def _power_of_two(cls, value: int) -> int:
         if value < 1 or value > 4096 or value & (value - 1):
-            raise ValueError(
-                f"page_tokens must be a power of two from 1 to 4096 (16 is the default), got {value}"
-            )
+            raise ValueError(f"must be a power of two from 1 to 4096 (16 is the default), got {value}")
         return value
 
     @field_validator("tenants")
@@ -175,7 +173,7 @@ class Config(_Section):
     def _tenants_differ(cls, value: tuple[TenantConfig, ...]) -> tuple[TenantConfig, ...]:
         names = [t.name for t in value]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"tenants must be at least one, each name once, got {names}")
+            raise ValueError(f"there must be at least one, each name once, got {names}")
         return value
 
 
@@ -218,4 +216,6 @@ def _sentence(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
         return f"{where}: no such key"
-    return f"{where}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
+    if error["type"] == "value_error":  # our own sentences name the value
+        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {error['msg']} (got {error['input']!r})"

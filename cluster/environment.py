@@ -6,8 +6,11 @@ import secrets
 from collections.abc import MutableMapping
 
 
-def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set what Ray, its daemons and our actors, which all inherit it, are to go by."""
+def prepare(environment: MutableMapping[str, str], *, loopback: bool = True) -> None:
+    """Set what Ray, its daemons and our actors, which all inherit it, are to go by.
+
+    `loopback`: the whole Ray cluster is on this machine, so nothing of it listens on other addresses.
+    """
     environment.update(
         {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -18,3 +21,5 @@ def prepare(environment: MutableMapping[str, str]) -> None:
             "TOKENIZERS_PARALLELISM": "false",
         }
     )
+    if loopback:  # Ray turns a node address of 127.0.0.1 into an outside one unless it may not cluster at all
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from kvtier.cluster.config import GrpcConfig, TenantConfig
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
-from kvtier.cluster.gateway_core import GatewayCore, Outcomes, OwnerDown
+from kvtier.cluster.gateway_core import GatewayCore, Outcomes, OwnerDown, Tenant
 from kvtier.cluster.gateway_outputs import OutputReceiver
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError, GatewayServer
@@ -99,7 +99,7 @@ class GatewayActor:
             model=inference_pb2.ModelStatus(
                 name=self._model_name,
                 dtype=info.dtype,
-                max_context=info.max_context,
+                max_context=self._core.max_context,
                 vocab_size=info.vocab_size,
                 page_tokens=info.page_tokens,
                 page_bytes=info.page_bytes,
@@ -176,7 +176,7 @@ class RayOwner:
         snapshot: Snapshot = await self._call("stats")
         return snapshot
 
-    async def pages(self, tenant: str | None, tier: TierName | None, limit: int) -> list[PageInfo]:
+    async def pages(self, tenant: Tenant, tier: TierName | None, limit: int) -> list[PageInfo]:
         pages: list[PageInfo] = await self._call("pages", tenant, tier, limit)
         return pages
 
@@ -192,7 +192,7 @@ class RayOwner:
         outcomes: Outcomes = await self._call("evict", keys, tier)
         return outcomes
 
-    async def clear(self, tenant: str | None) -> Outcomes:
+    async def clear(self, tenant: Tenant) -> Outcomes:
         outcomes: Outcomes = await self._call("clear", tenant)
         return outcomes
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import bisect
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -15,12 +17,15 @@ import numpy as np
 
 from kvtier.cluster.gateway_core import (
     DEAD,
+    HEALTH_S,
     HEALTHY,
+    UNHEALTHY,
     GatewayCore,
     NodePort,
     Outcomes,
     OwnerDown,
     OwnerPort,
+    Tenant,
     Worker,
     asked_health,
 )
@@ -30,7 +35,7 @@ from kvtier.proto import cache_pb2, inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.page import TierName
-from kvtier.tier.stats import merge, to_json
+from kvtier.tier.stats import Ledger, to_json
 
 MIN_KEY_DIGITS = 4
 KEY_DIGITS = 64
@@ -39,6 +44,9 @@ MAX_LIST = 100_000  # copies in one reply
 MAX_KEYS = 100_000  # in one request
 MAX_EXCEPTIONS = 10_000  # keys listed by verbs that name none
 ALL_PAGES = 2**31 - 1  # for looking through what an owner holds
+ASK_S = 10.0  # an owner that doesn't answer in this time is not waited for
+WORK_S = 600.0  # the same where it may have to read or wipe all that it holds
+_DIGEST = re.compile("[0-9a-f]{32}")  # of a tenant, as pages are listed with it
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,19 +77,43 @@ class Node:
             self.down = reason
 
 
+class Silence(Exception):
+    """An owner did not answer in time."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"does not answer within {limit_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    owner_id: str
+    port: OwnerPort
+    lose: Callable[[str], None]  # with the reason
+
+
 class CacheVerbs:
-    """Stateless; its owner is the gateway's event loop. `salts` are the tenants' secrets from the configuration."""
+    """Owned by the gateway's event loop. `salts` are the tenants' secrets from the configuration."""
 
     def __init__(self, core: GatewayCore, nodes: Iterable[Node], salts: Mapping[str, str]) -> None:
         self._core = core
         self.nodes = list(nodes)
         self._salts = dict(salts)
         self._names = {tenant_digest(name).hex(): name for name in salts}
+        self._ledger = Ledger()
+        self._counting = asyncio.Lock()  # snapshots are recorded in the order in which they are made
 
     async def stats(self) -> cache_pb2.StatsReply:
-        """All counters, added up."""
-        snapshots = await self._ask(lambda port: port.stats())
-        totals = to_json(merge(snapshot for _, snapshot in snapshots))
+        """All counters, added up over the owners there are and were.
+
+        Of an owner that died or started anew it knows what the last call of this method saw. Raises Refusal unless
+        every living owner answers: without one of them the sum would be too small.
+        """
+        async with self._counting:
+            for owner_id, snapshot in await self._ask(lambda port: port.stats()):
+                self._ledger.record(owner_id, snapshot)
+            for owner_id in self._lost():
+                self._ledger.lose(owner_id)
+            totals = to_json(self._ledger.total())
         tiers = totals.pop("tiers")
         return cache_pb2.StatsReply(
             tiers={name: cache_pb2.TierStats(**numbers) for name, numbers in tiers.items()}, **totals
@@ -118,11 +150,15 @@ class CacheVerbs:
 
     async def explain(self, message: cache_pb2.ExplainRequest) -> cache_pb2.ExplainReply:
         """What the worker that ran a request remembers of it."""
+        silent = ""
         for worker in self._living_workers():
             try:
-                explanation = await worker.port.explain(message.request_id)
+                explanation = await _within(ASK_S, worker.port.explain(message.request_id))
             except OwnerDown as error:
                 self._core.lose_worker(worker.info.worker_id, str(error))
+                continue
+            except Silence as silence:
+                silent = f"{worker.info.worker_id} {silence}"
                 continue
             if explanation is None:
                 continue
@@ -140,6 +176,8 @@ class CacheVerbs:
                     start=note.start, end=note.end, tier=note.tier, reason=note.reason, detail=note.detail
                 )
             return reply
+        if silent:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, silent)
         raise Refusal(
             grpc.StatusCode.NOT_FOUND,
             f"no worker remembers request {message.request_id!r}: only the latest ones are kept",
@@ -150,9 +188,9 @@ class CacheVerbs:
         limit = message.limit or DEFAULT_LIST
         if limit > MAX_LIST:
             raise invalid(f"limit must be at most {MAX_LIST}, got {limit}")
-        tenant = message.tenant or None
+        tenant = self._tenant(message.tenant)
         tier = _checked_tier(message.tier)
-        answers = await self._ask(lambda port: port.pages(tenant, tier, limit + 1))
+        answers = await self._ask(lambda port: port.pages(tenant, tier, limit + 1), self._owners(tenant))
         return self._listed([page for _, pages in answers for page in pages], limit)
 
     async def show_page(self, message: cache_pb2.ShowPageRequest) -> cache_pb2.ListPagesReply:
@@ -176,25 +214,26 @@ class CacheVerbs:
         """Drop pages from one tier or from all; without keys, all pages of a tier."""
         tier = _checked_tier(message.tier)
         if message.keys or tier is None:
-            return await self._each_key(message.keys, lambda port, keys: port.evict(keys, tier))
+            return await self._each_key(message.keys, lambda port, keys: port.evict(keys, tier), WORK_S)
 
         async def evict_all(port: OwnerPort) -> Outcomes:
             pages = await port.pages(None, tier, ALL_PAGES)
             pages.sort(key=lambda page: -page.depth)  # a page takes those behind it along
             return await port.evict([bytes.fromhex(page.key) for page in pages], tier) if pages else []
 
-        return _exceptions(await self._ask(evict_all))
+        return _exceptions(await self._ask(evict_all, limit_s=WORK_S))
 
     async def clear(self, message: cache_pb2.ClearRequest) -> cache_pb2.OutcomesReply:
         """Drop and wipe all pages of a tenant, or of all."""
-        tenant = message.tenant or None
-        return _exceptions(await self._ask(lambda port: port.clear(tenant)))
+        tenant = self._tenant(message.tenant)
+        answers = await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
+        return _exceptions(answers)
 
     async def verify(self, message: cache_pb2.KeysRequest) -> cache_pb2.OutcomesReply:
         """Compare checksums of these pages, or of all."""
         if message.keys:
-            return await self._each_key(message.keys, lambda port, keys: port.verify(keys))
-        return _exceptions(await self._ask(lambda port: port.verify(None)))
+            return await self._each_key(message.keys, lambda port, keys: port.verify(keys), WORK_S)
+        return _exceptions(await self._ask(lambda port: port.verify(None), limit_s=WORK_S))
 
     async def node_statuses(self) -> list[inference_pb2.NodeStatus]:
         """Nodes as `kvtier status` shows them; asks each whether it lives."""
@@ -206,7 +245,11 @@ class CacheVerbs:
             node.lose(detail)
         notes: list[str] = []
         if health == HEALTHY:
-            notes, node.pid = await node.port.notes(), await node.port.pid()  # another one after a restart
+            try:
+                notes = await _within(HEALTH_S, node.port.notes())
+                node.pid = await _within(HEALTH_S, node.port.pid())  # another one after a restart
+            except (OwnerDown, Refusal, Silence) as error:  # since it said that it is well
+                health, detail = UNHEALTHY, str(error)
         return inference_pb2.NodeStatus(
             id=node.node_id, pid=node.pid, health=health, detail=detail, notes=notes
         )
@@ -216,22 +259,56 @@ class CacheVerbs:
     def _living_workers(self) -> list[Worker]:
         return [worker for worker in self._core.workers.values() if worker.down is None]
 
-    async def _ask(self, call: Callable[[OwnerPort], Awaitable[T]]) -> list[tuple[str, T]]:
-        """Every living owner's answer, by its id. An owner found dead is noted and left out."""
+    def _lost(self) -> list[str]:
+        workers = [worker.info.worker_id for worker in self._core.workers.values() if worker.down is not None]
+        return workers + [node.node_id for node in self.nodes if node.down is not None]
+
+    def _tenant(self, name: str) -> Tenant:
+        """Whose pages a message means: a tenant's by its name, or by the digest that its pages are listed with."""
+        if not name:
+            return None
+        digits = name.lower()
+        if name not in self._salts and _DIGEST.fullmatch(digits):
+            return self._names.get(digits) or bytes.fromhex(digits)
+        return self._core.tenant(name)
+
+    def _owners(self, tenant: Tenant = None) -> list[_Owner]:
+        """The living ones that can hold a tenant's pages: what runs now gave workers none of a tenant not configured."""
+        nodes = [_Owner(node.node_id, node.port, node.lose) for node in self.nodes if node.down is None]
+        if isinstance(tenant, bytes):
+            return nodes
+        workers = [
+            _Owner(worker.info.worker_id, worker.port, partial(self._core.lose_worker, worker.info.worker_id))
+            for worker in self._living_workers()
+        ]
+        return workers + nodes
+
+    async def _ask(
+        self,
+        call: Callable[[OwnerPort], Awaitable[T]],
+        owners: Sequence[_Owner] | None = None,
+        limit_s: float | None = None,
+    ) -> list[tuple[str, T]]:
+        """Every owner's answer, by its id; None: of all living ones, within ASK_S.
+
+        An owner found dead is noted and left out. Raises Refusal naming those that don't answer in time; what they
+        were asked may be done all the same.
+        """
+        limit = ASK_S if limit_s is None else limit_s
         answers: list[tuple[str, T]] = []
+        silent: list[str] = []
 
-        async def ask(owner_id: str, port: OwnerPort, lose: Callable[[str], None]) -> None:
+        async def ask(owner: _Owner) -> None:
             try:
-                answers.append((owner_id, await call(port)))
+                answers.append((owner.owner_id, await _within(limit, call(owner.port))))
             except OwnerDown as error:
-                lose(str(error))
+                owner.lose(str(error))
+            except Silence as silence:
+                silent.append(f"{owner.owner_id} {silence}")
 
-        asks = []
-        for worker in self._living_workers():
-            worker_id = worker.info.worker_id
-            asks.append(ask(worker_id, worker.port, partial(self._core.lose_worker, worker_id)))
-        asks += [ask(node.node_id, node.port, node.lose) for node in self.nodes if node.down is None]
-        await asyncio.gather(*asks)
+        await asyncio.gather(*map(ask, self._owners() if owners is None else owners))
+        if silent:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "; ".join(sorted(silent)))
         return answers
 
     async def _all_pages(self, tenant: str | None) -> list[PageInfo]:
@@ -264,11 +341,14 @@ class CacheVerbs:
         return reply
 
     async def _each_key(
-        self, given: Sequence[str], call: Callable[[OwnerPort, list[bytes]], Awaitable[Outcomes]]
+        self,
+        given: Sequence[str],
+        call: Callable[[OwnerPort, list[bytes]], Awaitable[Outcomes]],
+        limit_s: float | None = None,
     ) -> cache_pb2.OutcomesReply:
         keys = await self._whole_keys(given)
         wanted = [bytes.fromhex(key) for key in dict.fromkeys(key for key in keys if len(key) == KEY_DIGITS)]
-        answers = await self._ask(lambda port: call(port, wanted)) if wanted else []
+        answers = await self._ask(lambda port: call(port, wanted), limit_s=limit_s) if wanted else []
         # Owners are asked for keys that they may never have had: MISSING says nothing beside another's answer.
         owners = _by_key(
             (owner_id, [(key, outcome) for key, outcome in outcomes if outcome is not Outcome.MISSING])
@@ -291,6 +371,17 @@ class CacheVerbs:
             return keys
         held = sorted({page.key for page in await self._all_pages(None)})
         return [key if len(key) == KEY_DIGITS else _completed(key, held) for key in keys]
+
+
+async def _within(limit_s: float, answer: Awaitable[T]) -> T:
+    """An owner's answer. Raises Silence when it takes longer."""
+    try:
+        async with asyncio.timeout(limit_s) as window:
+            return await answer
+    except TimeoutError as error:
+        if window.expired():
+            raise Silence(limit_s) from error
+        raise  # the owner's own
 
 
 def merged_outcome(outcomes: Iterable[Outcome]) -> Outcome:

@@ -21,8 +21,8 @@ from kvtier.cluster.gateway_requests import (
     Prompted,
     Refusal,
     checked_id,
-    prompt_chars,
     prompt_ids,
+    prompt_size,
     sampling_params,
     stop_strings,
 )
@@ -36,12 +36,13 @@ from kvtier.workers.model_text import Text
 
 log = logging.getLogger(__name__)
 
-THREADED_PROMPT_CHARS = 4096  # tokenizing more takes milliseconds that running streams would feel
+THREADED_PROMPT = 4096  # tokenizing more takes milliseconds that running streams would feel
 LAST_WORD_S = 10.0  # a worker that doesn't end a cancelled request in this time is not waited for
 WORKER_ROLE = "decode"
 HEALTH_S = 5.0  # an owner that doesn't answer in this time is not well
 HEALTHY, UNHEALTHY, DEAD = "healthy", "unhealthy", "dead"
 Outcomes = list[tuple[bytes, Outcome]]
+Tenant = str | bytes | None  # by name; by digest where the configuration doesn't know it; None: all
 
 
 class OwnerDown(Exception):
@@ -49,18 +50,18 @@ class OwnerDown(Exception):
 
 
 class OwnerPort(Protocol):
-    """What the Cache verbs call of each that holds pages. All raise OwnerDown; tenants go by name, None is all.
+    """What the Cache verbs call of each that holds pages. All raise OwnerDown. Only nodes are asked by digest.
 
     `health` is None when all is well, else what isn't.
     """
 
     async def health(self) -> str | None: ...
     async def stats(self) -> Snapshot: ...
-    async def pages(self, tenant: str | None, tier: TierName | None, limit: int) -> list[PageInfo]: ...
+    async def pages(self, tenant: Tenant, tier: TierName | None, limit: int) -> list[PageInfo]: ...
     async def pin(self, keys: list[bytes]) -> Outcomes: ...
     async def unpin(self, keys: list[bytes]) -> Outcomes: ...
     async def evict(self, keys: list[bytes], tier: TierName | None) -> Outcomes: ...
-    async def clear(self, tenant: str | None) -> Outcomes: ...
+    async def clear(self, tenant: Tenant) -> Outcomes: ...
     async def verify(self, keys: list[bytes] | None) -> Outcomes: ...
 
 
@@ -124,6 +125,8 @@ class GatewayCore:
         if not self.workers:
             raise ValueError("a gateway needs at least one worker")
         self.info = next(iter(self.workers.values())).info
+        # Of a sequence, prompt and output: any worker must be able to hold it.
+        self.max_context = min(worker.info.max_context for worker in self.workers.values())
         self.text = text
         self.tenants = frozenset(tenants)
         self._max_sequences = max_sequences
@@ -199,11 +202,11 @@ class GatewayCore:
 
     async def prompt_ids(self, message: Prompted) -> tuple[int, ...]:
         """The prompt's token ids; long text is read off the loop. Raises Refusal."""
-        vocab_size = self.info.vocab_size
-        if prompt_chars(message) < THREADED_PROMPT_CHARS:
-            return prompt_ids(message, self.text, vocab_size)
+        limits = (self.info.vocab_size, self.max_context)
+        if prompt_size(message) < THREADED_PROMPT:
+            return prompt_ids(message, self.text, *limits)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizers, prompt_ids, message, self.text, vocab_size)
+        return await loop.run_in_executor(self._tokenizers, prompt_ids, message, self.text, *limits)
 
     def tenant(self, name: str) -> str:
         """The tenant a message names. Raises Refusal for an unknown one."""
@@ -222,7 +225,7 @@ class GatewayCore:
         stops = stop_strings(message.sampling, self.text)
         ids = await self.prompt_ids(message)
         sampling = sampling_params(
-            message.sampling, len(ids), self.info.max_context, self.info.vocab_size, secrets.randbits(63)
+            message.sampling, len(ids), self.max_context, self.info.vocab_size, secrets.randbits(63)
         )
         request = EngineRequest(
             request_id, tenant, ids, sampling, use_cache=not message.cache.no_cache, arrived_s=arrived_s

@@ -36,32 +36,37 @@ def invalid(message: str) -> Refusal:
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def prompt_chars(request: Prompted) -> int:
-    """Characters that the tokenizer must read; 0 for token ids."""
+def prompt_size(request: Prompted) -> int:
+    """How much must be read to have the prompt's tokens: characters of text, bytes of a chat, 0 for token ids."""
     match request.WhichOneof("prompt"):
         case "text":
             return len(request.text)
         case "chat":
-            return sum(len(message.content) for message in request.chat.messages)
+            return request.chat.ByteSize()  # not of the contents alone: messages without any have a price too
         case _:
             return 0
 
 
-def prompt_ids(request: Prompted, text: Text | None, vocab_size: int) -> tuple[int, ...]:
-    """The prompt as token ids, each in the vocabulary. Raises Refusal."""
+def prompt_ids(request: Prompted, text: Text | None, vocab_size: int, max_context: int) -> tuple[int, ...]:
+    """The prompt as token ids, each in the vocabulary, at most `max_context`. Raises Refusal.
+
+    Text that is too long whatever its tokens are is refused before it is read.
+    """
     match request.WhichOneof("prompt"):
         case "token_ids":
             ids: Sequence[int] = request.token_ids.ids
         case "text":
             if not request.text:
                 raise invalid("prompt is empty: text has no characters")
-            ids = _tokenizer(text).encode(request.text)
+            ids = _text_ids(request.text, _tokenizer(text), max_context)
         case "chat":
-            ids = _chat_ids(request.chat, _tokenizer(text))
+            ids = _chat_ids(request.chat, _tokenizer(text), max_context)
         case _:
             raise invalid("prompt is missing: send one of text, token_ids or chat")
     if not ids:
         raise invalid("prompt is empty: it has no tokens")
+    if len(ids) > max_context:
+        raise invalid(f"prompt of {len(ids)} tokens is too long: max_context is {max_context} tokens")
     check_vocabulary("prompt", ids, vocab_size)
     return tuple(ids)
 
@@ -83,7 +88,14 @@ def _tokenizer(text: Text | None) -> Text:
     return text
 
 
-def _chat_ids(chat: inference_pb2.Chat, text: Text) -> list[int]:
+def _text_ids(prompt: str, text: Text, max_context: int) -> list[int]:
+    try:
+        return text.encode(prompt, max_context)
+    except TextError as error:
+        raise invalid(str(error)) from error
+
+
+def _chat_ids(chat: inference_pb2.Chat, text: Text, max_context: int) -> list[int]:
     if not chat.messages:
         raise invalid("prompt is empty: chat has no messages")
     for position, message in enumerate(chat.messages):
@@ -97,7 +109,7 @@ def _chat_ids(chat: inference_pb2.Chat, text: Text) -> list[int]:
             "the model has no chat template: send the prompt as text or token_ids",
         )
     try:
-        return text.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+        return text.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages], max_context)
     except TextError as error:
         raise invalid(str(error)) from error
 
@@ -105,11 +117,14 @@ def _chat_ids(chat: inference_pb2.Chat, text: Text) -> list[int]:
 def sampling_params(
     sampling: inference_pb2.Sampling, prompt_tokens: int, max_context: int, vocab_size: int, fresh_seed: int
 ) -> SamplingParams:
-    """The request's sampling with defaults filled in, and room for it in the context. Raises Refusal."""
+    """The request's sampling with defaults filled in. Raises Refusal.
+
+    `max_context`: prompt and output together, what both the model and L1 hold.
+    """
     room = max_context - prompt_tokens
     if room < 1:
         raise invalid(
-            f"prompt of {prompt_tokens} tokens leaves no room for output: the model's context is {max_context} tokens"
+            f"prompt of {prompt_tokens} tokens leaves no room for output: max_context is {max_context} tokens"
         )
     params = _with_defaults(sampling, min(room, DEFAULT_MAX_TOKENS), fresh_seed)
     try:
@@ -119,7 +134,7 @@ def sampling_params(
     if params.max_tokens > room:
         raise invalid(
             f"prompt of {prompt_tokens} tokens and max_tokens {params.max_tokens} are {prompt_tokens + params.max_tokens} "
-            f"tokens: the model's context is {max_context}"
+            f"tokens: max_context is {max_context} tokens"
         )
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise invalid(f"stop_ids must be at most {MAX_STOP_IDS}, got {len(params.stop_ids)}")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -58,6 +59,7 @@ class GatewayServer:
         self._server = grpc.aio.server(
             options=_options(config.max_message_bytes, max_generates),
             maximum_concurrent_rpcs=max_generates + ADMIN_RPCS,
+            interceptors=(_ReadableRequests(),),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(_Inference(core, status), self._server)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServicer_to_server(_Cache(cache), self._server)  # type: ignore[no-untyped-call]
@@ -155,6 +157,50 @@ def _why_not(host: str, port: int) -> str:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
     return f"can't listen on {_address(host, port)}: {reason}; set grpc.port to another (0: any free one)"
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are no message of its method."""
+
+
+class _ReadableRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers bytes that are no request of a method of ours with INVALID_ARGUMENT; gRPC itself says UNKNOWN."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        service, _, method = handler_call_details.method.lstrip("/").partition("/")
+        if service not in (INFERENCE, CACHE) or handler is None:
+            return handler
+        return _checked(handler, method)
+
+
+def _checked(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    deserialize = handler.request_deserializer
+    answer = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Unreadable()
+
+    async def checked(request: Any, context: Context) -> Any:
+        if isinstance(request, _Unreadable):
+            await _refuse(
+                context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no request of {method}")
+            )
+        return await answer(request, context)
+
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(checked, read, handler.response_serializer)
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:

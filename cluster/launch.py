@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ class _Part:
     name: str
     handle: Any
     process: Stamp | None = None
+    asked: Any = None  # the call that will tell its process once Ray has started it again
 
     @property
     def is_alive(self) -> bool:
@@ -79,6 +81,7 @@ class Launched:
         self._gateway: _Part | None = None
         self.endpoint = ""
         self.has_tokenizer = False
+        self.notes: list[str] = []  # what nodes say of how they came up, such as a damaged L4: one line each
 
     def start(self, progress: Progress, ray_started: Callable[[], None]) -> None:
         """Start everything and wait until it is ready. Raises LaunchError; `stop` must follow in any case.
@@ -107,17 +110,33 @@ class Launched:
         self.endpoint = _await(self._gateway, listening, lambda: progress("opening the gateway"))
         status = _await(self._gateway, self._gateway.handle.status.remote(), lambda: None)
         self.has_tokenizer = bool(status.model.tokenizer_digest)
+        self.notes = [f"{each.id}: {' '.join(note.split())}" for each in status.nodes for note in each.notes]
         pids = (node["pid"], *(worker.pid for worker in workers), status.gateway_pid)
         for part, pid in zip((self._node, *self._workers, self._gateway), pids, strict=True):
-            part.process = (pid, psutil.Process(pid).create_time())
+            part.process = _stamp(pid)
 
     def died(self) -> list[str]:
         """Parts that have died since the last call. Ray starts the cache node again; requests go on without it."""
+        self._find_node_again()
         parts = [part for part in (self._node, *self._workers, self._gateway) if part and part.process]
         gone = [part for part in parts if not part.is_alive]
         for part in gone:
             part.process = None
         return [part.name for part in gone]
+
+    def _find_node_again(self) -> None:
+        """Learn the process of a cache node that Ray has started again, without waiting for it."""
+        node = self._node
+        if node is None or node.process:
+            return
+        if node.asked is None:
+            node.asked = node.handle.info.remote()
+        if not ray.wait([node.asked], timeout=0)[0]:
+            return
+        answer, node.asked = node.asked, None
+        # Where it is not there yet, or gone again, the next look asks anew.
+        with suppress(RayError, psutil.NoSuchProcess):
+            node.process = _stamp(ray.get(answer)["pid"])
 
     def can_serve(self) -> bool:
         """Whether the gateway and at least one worker live."""
@@ -210,6 +229,7 @@ def _start_ray(config: Config, folder: Path) -> None:
             log_to_driver=False,
             configure_logging=False,
             object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",  # holds by what environment.prepare has set
             _temp_dir=str(folder),
         )
     except (RayError, OSError, RuntimeError, ValueError) as error:
@@ -228,6 +248,10 @@ def _load_classes(model: Path, config: Config) -> _Classes:
     except (ValueError, OSError) as error:
         raise LaunchError(f"model {model}: {error}") from error
     return _Classes(Gateway, CacheNode, DecodeWorkerActor, spec.nbytes)
+
+
+def _stamp(pid: int) -> Stamp:
+    return pid, psutil.Process(pid).create_time()
 
 
 def _await(part: _Part, ref: Any, progress: Callable[[], None]) -> Any:

@@ -54,7 +54,7 @@ class CacheNodeProcess:
         return self._service.stats()
 
     def pages(
-        self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
+        self, tenant: str | bytes | None = None, tier: TierName | None = None, limit: int = 1000
     ) -> list[PageInfo]:
         """Copies of pages in L3 and L4."""
         return self._service.pages(tenant, tier, limit)
@@ -71,7 +71,7 @@ class CacheNodeProcess:
         """Drop pages from a tier, or (None) from L3 and L4."""
         return self._service.evict(keys, tier)
 
-    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
+    def clear(self, tenant: str | bytes | None = None) -> list[tuple[bytes, Outcome]]:
         """Drop and wipe a tenant's pages, or everybody's."""
         return self._service.clear(tenant)
 

@@ -27,7 +27,9 @@ from kvtier.tier.events import (
     ReadFailed,
     ReadPage,
     SaveRoots,
+    SaveStored,
     Send,
+    StoredBefore,
     Verified,
     VerifyPage,
     WipeSlots,
@@ -102,6 +104,9 @@ class World:
         recovered: list[CatalogueEntry] | None = None,
         disk: dict[Place, PageId] | None = None,
         segment_slots: int = 2,
+        lost: list[CatalogueEntry] | None = None,
+        roots: tuple[tuple[bytes, dict[str, str]], ...] = (),
+        stored_before: StoredBefore | None = None,
     ) -> None:
         self.now = 100.0
         self.host: dict[int, PageId] = {}  # slot -> the page whose bytes lie in it
@@ -115,6 +120,7 @@ class World:
         self.answers: dict[int, tuple[tuple[bytes, Outcome], ...]] = {}
         self.notes: list[str] = []
         self.saved_roots: tuple[tuple[bytes, dict[str, str]], ...] = ()
+        self.saved_before = StoredBefore()
         self.ticket = 0
         allocator = (
             SegmentAllocator(ssd_slots * SLOT_BYTES, segment_slots * SLOT_BYTES) if ssd_slots else None
@@ -129,6 +135,9 @@ class World:
             num_slots=num_slots,
             ssd=allocator,
             recovered=recovered or [],
+            lost=lost or [],
+            roots=roots,
+            stored_before=stored_before,
             wall_offset_s=1e9,
             now=self.now,
             limits=limits,
@@ -339,11 +348,13 @@ class World:
                 worker = self.workers.get(command.worker)
                 assert worker is not None, "a message to a worker that is gone"
                 self._hear(worker, command.message)
-            case Disconnect() | SaveRoots() | Note():
+            case Disconnect() | SaveRoots() | SaveStored() | Note():
                 if isinstance(command, Note):
                     self.notes.append(command.text)
                 if isinstance(command, SaveRoots):
                     self.saved_roots = command.roots
+                if isinstance(command, SaveStored):
+                    self.saved_before = command.before
             case ReadPage():
                 self._assert_unused(command.slot)
                 self.host.pop(command.slot, None)

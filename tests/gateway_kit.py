@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ class _Sequence:
         return Usage(prompt, self.made, prompt - prompt // 2, {"L1": prompt // 2})
 
 
+def counted(requests: int) -> Snapshot:
+    """What an owner that ran so many requests of ten tokens might have counted, a quarter of them found."""
+    tokens, found = 10 * requests, 5 * requests // 2
+    return Snapshot(
+        tiers={
+            TierName.HBM: TierCounters(
+                capacity_bytes=100, used_bytes=40, pages=4, lookups_tokens=tokens, hit_tokens=found
+            )
+        },
+        totals=RequestTotals(requests, tokens, tokens - found, found),
+    )
+
+
 @dataclass
 class EchoWorker:
     """A worker whose model repeats the prompt: deterministic, one token per sequence and step.
@@ -125,6 +139,7 @@ class EchoWorker:
     max_waiting: int = 10_000
     wrong: str | None = None
     pages_held: dict[str, PageInfo] = field(default_factory=dict)
+    counters: Snapshot = field(default_factory=lambda: counted(2))
     cancelled: list[str] = field(default_factory=list)
     submitted: list[EngineRequest] = field(default_factory=list)
     running: dict[str, list[_Sequence]] = field(default_factory=dict)
@@ -179,19 +194,13 @@ class EchoWorker:
         return None
 
     async def stats(self) -> Snapshot:
-        return Snapshot(
-            tiers={
-                TierName.HBM: TierCounters(
-                    capacity_bytes=100, used_bytes=40, pages=4, lookups_tokens=20, hit_tokens=5
-                )
-            },
-            totals=RequestTotals(requests=2, prompt_tokens=20, computed_tokens=15, cached_tokens=5),
-        )
+        return deepcopy(self.counters)
 
-    async def pages(self, tenant: str | None, tier: TierName | None, limit: int) -> list[PageInfo]:
+    async def pages(self, tenant: str | bytes | None, tier: TierName | None, limit: int) -> list[PageInfo]:
         from kvtier.tier.identity import tenant_digest
 
-        wanted = None if tenant is None else tenant_digest(tenant).hex()
+        digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
+        wanted = None if digest is None else digest.hex()
         found = [
             page
             for page in self.pages_held.values()
@@ -212,7 +221,7 @@ class EchoWorker:
             if tier is None or key.hex() not in self.pages_held or self.pages_held[key.hex()].tier is tier
         ]
 
-    async def clear(self, tenant: str | None) -> list[tuple[bytes, Outcome]]:
+    async def clear(self, tenant: str | bytes | None) -> list[tuple[bytes, Outcome]]:
         return self._each([bytes.fromhex(page.key) for page in await self.pages(tenant, None, 10**9)])
 
     async def verify(self, keys: list[bytes] | None) -> list[tuple[bytes, Outcome]]:
@@ -304,8 +313,9 @@ def serving(
     max_sequences: int = 64,
     max_waiting: int = 10_000,
     tenants: dict[str, str] | None = None,
+    max_context: int = CONTEXT,
 ) -> Iterator[Served]:
-    """Serve echoing workers over real gRPC on a free loopback port."""
+    """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -315,6 +325,7 @@ def serving(
         EchoWorker(echo_info(f"w{number}", digest), is_manual=is_manual, max_waiting=max_waiting)
         for number in range(workers)
     ]
+    served.workers[-1].info = replace(served.workers[-1].info, max_context=max_context)
 
     async def start() -> None:
         names = tenants if tenants is not None else {"default": "", "acme": "salt"}

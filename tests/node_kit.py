@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvtier.tier.identity import content_digest, page_keys, root_key, tenant_digest, tenant_salt
+from kvtier.tier.identity import TokenIds, content_digest, page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.ipc import NodeClient
 from kvtier.tier.messages import (
     Copied,
@@ -78,8 +78,10 @@ class Peer:
         incarnation: str = "1",
         fields: dict[str, str] | None = None,
         tenant: str = "ada",
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         fields = FIELDS if fields is None else fields
+        self.page_tokens = page_tokens
         self.root = root_key(fields)
         self.tenant, self.salt = tenant_digest(tenant), tenant_salt(tenant)
         self.is_closed = threading.Event()
@@ -94,7 +96,10 @@ class Peer:
 
     def keys(self, start: int, num_pages: int) -> list[PageKey]:
         """Keys of the chain of pages whose tokens count up from `start`."""
-        return page_keys(self.root, self.salt, tokens(start, num_pages), PAGE_TOKENS)
+        return page_keys(self.root, self.salt, self._tokens(start, num_pages), self.page_tokens)
+
+    def _tokens(self, start: int, num_pages: int) -> TokenIds:
+        return np.arange(start, start + num_pages * self.page_tokens, dtype=np.int32)
 
     def store(self, start: int, num_pages: int, hold_for: str | None = None) -> list[PageKey]:
         """Put a chain into L3, as slots come; its keys."""
@@ -106,7 +111,9 @@ class Peer:
                 self.client.send(WantSlots(num_pages - depth))
                 grants = list(self.hear(Granted).grants)
             grant = grants.pop()
-            self._write(grant, key, parent, depth, content_digest(self.salt, tokens(start, 1)), hold_for)
+            self._write(
+                grant, key, parent, depth, content_digest(self.salt, self._tokens(start, 1)), hold_for
+            )
             parent = key
         return keys
 
@@ -119,12 +126,12 @@ class Peer:
         checksum = page_checksum(key, VARIANT, SPEC, payload)
         root = RootKey(self.root)
         envelope = Envelope(
-            key, VARIANT, SPEC, PAYLOAD_BYTES, checksum, root, parent, self.tenant, depth, PAGE_TOKENS
+            key, VARIANT, SPEC, PAYLOAD_BYTES, checksum, root, parent, self.tenant, depth, self.page_tokens
         )
         packed = envelope.pack()
         slot[: len(packed)] = packed
         page = StoredPage(
-            grant, key, VARIANT, self.root, parent, self.tenant, depth, PAGE_TOKENS, checksum,
+            grant, key, VARIANT, self.root, parent, self.tenant, depth, self.page_tokens, checksum,
             content if depth == 0 else b"",
         )  # fmt: skip
         self.client.send(Stored([page], hold_for))
@@ -134,7 +141,7 @@ class Peer:
         self._requests += 1
         request = f"request{self._requests}"
         keys = self.keys(start, num_pages)
-        content = content_digest(self.salt, tokens(start, 1))
+        content = content_digest(self.salt, self._tokens(start, 1))
         self.client.send(Locate(request, self.root, self.tenant, list(keys), VARIANT, 0.0, content))
         located = self.hear(Located)
         missing = located.missing
@@ -179,10 +186,6 @@ class Peer:
         with self._changed:
             self._heard.append(message)
             self._changed.notify_all()
-
-
-def tokens(start: int, num_pages: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.arange(start, start + num_pages * PAGE_TOKENS, dtype=np.int32)
 
 
 def payload_of(key: bytes) -> bytes:

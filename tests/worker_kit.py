@@ -130,13 +130,15 @@ class Slowed:
         return self.after(batch, self._runner.forward(batch))
 
 
-def tiny_runner(folder: Path, pages: int, max_batch_tokens: int = 256) -> Slowed:
+def tiny_runner(
+    folder: Path, pages: int, max_batch_tokens: int = 256, page_tokens: int = PAGE_TOKENS
+) -> Slowed:
     """The tiny Llama with so many pages of L1."""
-    page_bytes = PAGE_TOKENS * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, head size, float32
+    page_bytes = page_tokens * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, head size, float32
     runner = load_runner(
         str(folder),
         dtype="float32",
-        page_tokens=PAGE_TOKENS,
+        page_tokens=page_tokens,
         l1_bytes=(pages + 1) * page_bytes,
         numerics="auto",
         forward="auto",

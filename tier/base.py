@@ -28,7 +28,7 @@ class CatalogueEntry:
     place: Place
     slot_bytes: int
     generation: int
-    content: bytes = b""  # content digest of the chain's first page, at depth 0 only
+    content: bytes = b""  # content digest of the chain, at depth 0 only
     uses: int = 0
     last_use_s: float = 0.0  # wall clock, so that it means something after a restart
 

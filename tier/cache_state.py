@@ -14,7 +14,9 @@ from kvtier.tier.events import (
     ForgetTenant,
     Note,
     PageId,
+    SaveStored,
     Send,
+    StoredBefore,
     WipeSlots,
     WorkerRef,
     WritePage,
@@ -55,7 +57,9 @@ class CacheState:
         num_slots: int,
         ssd: SegmentAllocator | None = None,
         recovered: Sequence[CatalogueEntry] = (),
+        lost: Sequence[CatalogueEntry] = (),
         roots: Iterable[tuple[bytes, Mapping[str, str]]] = (),
+        stored_before: StoredBefore | None = None,
         wall_offset_s: float = 0.0,
         now: float = 0.0,
         limits: Limits | None = None,
@@ -122,7 +126,10 @@ class CacheState:
         self._answers: list[Answer] = []
         for root, fields in roots:
             self._misses.add_root(root, fields)
+        if stored_before is not None:
+            self._misses.recall(stored_before)
         self._recover(recovered)
+        self._mourn(lost)
 
     # ---- what others may ask -----------------------------------------------------------------------------------
 
@@ -175,9 +182,18 @@ class CacheState:
             page.last_use = min(self._now, entry.last_use_s - self._wall_offset_s)
             self._ssd_pages += 1
             if page.content:
-                self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root)
+                self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
         for page in self._pages.values():
             self._settle(page)
+
+    def _mourn(self, lost: Sequence[CatalogueEntry]) -> None:
+        detail = f"its place in the files of L4 was gone when the node started at {self._wall()}"
+        for entry in lost:
+            envelope = entry.envelope
+            page_id = (envelope.key, envelope.variant)
+            if entry.content:
+                self._misses.add_content(envelope.tenant, entry.content, envelope.root, page_id)
+            self._misses.left(page_id, "lost", detail)
 
     def _create(self, envelope: Envelope, content: bytes) -> Page:
         page = Page(
@@ -420,6 +436,10 @@ class CacheState:
         self._touched = {}
         if puts:
             self._out.append(CommitCatalogue(tuple(puts), ()))
+
+    def _save_stored(self) -> None:
+        if self._misses.unsaved and self._ssd is not None:
+            self._out.append(SaveStored(self._misses.stored_before()))
 
     def _take_commands(self) -> list[Command]:
         # Dropped records are committed, and wiped slots wiped, before anything is written into their slots.

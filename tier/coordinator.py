@@ -66,7 +66,8 @@ class Coordinator(CacheState):
     """All decisions of a node's cache. One owner calls it, from one thread.
 
     L3 is `num_slots` slots of one size (fewer than two: the tier is off, and with it what it would reach); L4 is what
-    `ssd` allocates (None: off), `recovered` its catalogue at the start. `wall_offset_s` is wall clock minus the clock
+    `ssd` allocates (None: off), `recovered` its catalogue at the start, `lost` what was in it but is no longer in L4's
+    files. `wall_offset_s` is wall clock minus the clock
     of `now`. Invariants are those that `check` states.
 
     Liveness: grants in stock, held (preempted) and pinned pages may take all slots but `reserve`. What is in the other
@@ -118,6 +119,7 @@ class Coordinator(CacheState):
                 self._quiesced = True
                 self._to_write = {}
                 self._persist_uses()
+                self._save_stored()
 
     def _hear(self, ref: WorkerRef, message: ToNode) -> None:
         if isinstance(message, Hello):
@@ -233,7 +235,9 @@ class Coordinator(CacheState):
         if page.ssd is None and self._ssd is not None and not self._quiesced:
             self._to_write[page] = None
         if stored.content and stored.depth == 0:
-            self._misses.add_content(stored.tenant, stored.content, stored.root)
+            self._misses.add_content(stored.tenant, stored.content, stored.root, page_id)
+            if self._misses.unsaved >= self.limits.contents_unsaved:
+                self._save_stored()
         return copy
 
     # ---- lookups and leases ------------------------------------------------------------------------------------
@@ -568,6 +572,7 @@ class Coordinator(CacheState):
 
     def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
         self._misses.forget_tenant(tenant)
+        self._save_stored()
         if self._ssd is not None:
             self._forget = ForgetTenant(tenant)
         pages = [p for p in self._pages.values() if tenant is None or p.envelope.tenant == tenant]

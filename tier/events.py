@@ -236,6 +236,21 @@ class SaveRoots:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBefore:
+    """Which prompts were ever stored, oldest first; kept over restarts to explain misses with, and for nothing else."""
+
+    contents: tuple[tuple[bytes, bytes, tuple[bytes, ...]], ...] = ()  # tenant, content digest, roots
+    first_pages: tuple[tuple[bytes, str, bytes], ...] = ()  # key, variant, tenant
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStored:
+    """Persist which prompts were ever stored, so that `explain` still knows after a restart."""
+
+    before: StoredBefore
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The result of an admin call."""
 
@@ -260,6 +275,7 @@ Command = (
     | WipeSlots
     | ForgetTenant
     | SaveRoots
+    | SaveStored
     | Answer
     | Note
 )

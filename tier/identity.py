@@ -16,6 +16,8 @@ from kvtier.tier.page import PageKey, RootKey
 
 TokenIds = npt.NDArray[np.int32]  # [tokens]
 
+CONTENT_TOKENS = 16  # tokens by which a prompt is recognised whatever its identity, the page size included
+
 
 def root_key(fields: Mapping[str, str]) -> RootKey:
     """Digest of tagged, length-prefixed fields, in sorted order of their names.
@@ -60,7 +62,10 @@ def page_keys(
     return keys
 
 
-def content_digest(salt: bytes, first_page: Sequence[int] | TokenIds) -> bytes:
-    """16 bytes for the first page's tokens whatever the root: lets `explain` see that only the identity differs."""
-    data = np.asarray(first_page, dtype="<i4").tobytes()
+def content_digest(salt: bytes, chain: Sequence[int] | TokenIds) -> bytes:
+    """16 bytes for the first CONTENT_TOKENS tokens of a chain, whatever its root and page size.
+
+    Lets `explain` see that only the identity differs.
+    """
+    data = np.asarray(chain[:CONTENT_TOKENS], dtype="<i4").tobytes()
     return blake2b(data, digest_size=16, key=salt, person=b"kvtier.content").digest()

@@ -53,7 +53,7 @@ class StoredPage(msgspec.Struct, frozen=True, array_like=True):
     depth: int
     tokens: int
     checksum: bytes
-    content: bytes  # content_digest of the chain's first page when depth == 0, else b""
+    content: bytes  # content_digest of the chain when depth == 0, else b""
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     """Which pages of a chain does the node have? Leases what it finds and starts promotions.
 
     `keys` are the pages past what the worker's L1 holds, in chain order; `first_content` is the content digest of
-    the prompt's first page (b"" if L1 held it). `recompute_s` is what computing one page costs the worker now;
+    the prompt (b"" if L1 held its first page). `recompute_s` is what computing one page costs the worker now;
     where loading a run of pages from L4 would take longer than that, they are Missing "costlier" (0: always load).
     """
 
@@ -143,7 +143,7 @@ class HostPage(msgspec.Struct, frozen=True, array_like=True):
 class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
     """Why page `index` of a Locate is not to be had; the first such page ends the chain.
 
-    reason: never_stored | evicted | identity_differs | load_failed | corrupt | deadline | costlier | no_room |
+    reason: never_stored | evicted | lost | identity_differs | load_failed | corrupt | deadline | costlier | no_room |
     cleared | cache_off (a worker adds partial_page for the tokens behind the last whole page)
     `detail` is one readable sentence (which tier, score, when; which field differs and how).
     """

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kvtier.tier.events import PageId
+from kvtier.tier.events import PageId, StoredBefore
+
+MAX_ROOTS_PER_CONTENT = 8  # anything more than the handful of identities a deployment goes through will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Misses:
         self._gone: OrderedDict[PageId, Gone] = OrderedDict()
         self._roots: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._contents: OrderedDict[tuple[bytes, bytes], dict[bytes, None]] = OrderedDict()
+        self._first_pages: OrderedDict[PageId, bytes] = OrderedDict()  # ever stored -> tenant
+        self.unsaved = 0  # changes of what `stored_before` tells since it was last asked
 
     def left(self, page: PageId, reason: str, detail: str) -> None:
         """A page left its last tier."""
@@ -62,30 +66,58 @@ class Misses:
         """The table of roots, oldest first."""
         return tuple(self._roots.items())
 
-    def add_content(self, tenant: bytes, content: bytes, root: bytes) -> None:
-        """A prompt that begins with this content is stored under `root`."""
+    def add_content(self, tenant: bytes, content: bytes, root: bytes, page: PageId) -> None:
+        """A prompt that begins with this content is stored under `root`; `page` is its first page."""
         known = self._contents.setdefault((tenant, content), {})
+        self.unsaved += root not in known or page not in self._first_pages
         known.pop(root, None)
         known[root] = None
-        if len(known) > 8:  # anything more than the handful of identities a deployment goes through will do
+        if len(known) > MAX_ROOTS_PER_CONTENT:
             del known[next(iter(known))]
         self._contents.move_to_end((tenant, content))
         if len(self._contents) > self.max_contents:
             self._contents.popitem(last=False)
+        self._first_pages[page] = tenant
+        self._first_pages.move_to_end(page)
+        if len(self._first_pages) > self.max_contents:
+            self._first_pages.popitem(last=False)
 
     def forget_tenant(self, tenant: bytes | None) -> None:
         """Forget the prompts of a tenant (None: of all)."""
         for known in [k for k in self._contents if tenant is None or k[0] == tenant]:
             del self._contents[known]
+        for page in [p for p, owner in self._first_pages.items() if tenant is None or owner == tenant]:
+            del self._first_pages[page]
+        self.unsaved += 1
+
+    def stored_before(self) -> StoredBefore:
+        """What is to be remembered over a restart."""
+        self.unsaved = 0
+        return StoredBefore(
+            tuple((tenant, content, tuple(roots)) for (tenant, content), roots in self._contents.items()),
+            tuple((key, variant, tenant) for (key, variant), tenant in self._first_pages.items()),
+        )
+
+    def recall(self, before: StoredBefore) -> None:
+        """Take over what an earlier life remembered; before anything is added."""
+        for tenant, content, roots in before.contents[-self.max_contents :]:
+            if roots:
+                self._contents[tenant, content] = dict.fromkeys(roots[-MAX_ROOTS_PER_CONTENT:])
+        for key, variant, tenant in before.first_pages[-self.max_contents :]:
+            self._first_pages[key, variant] = tenant
 
     def why(self, page: PageId, root: bytes, tenant: bytes, first_content: bytes) -> Gone:
         """Why a page is in no tier. `first_content` is b"" for all but the first page of a prompt."""
         gone = self._gone.get(page)
         if gone is not None:
             return gone
-        others = [r for r in self._contents.get((tenant, first_content), {}) if r != root]
-        if first_content and others:
-            return Gone("identity_differs", self._difference(root, others))
+        if self._first_pages.get(page) == tenant:
+            return Gone(
+                "evicted", "stored before under this identity; when and why it left is not known any more"
+            )
+        known = self._contents.get((tenant, first_content), {}) if first_content else {}
+        if known and root not in known:
+            return Gone("identity_differs", self._difference(root, list(known)))
         return Gone("never_stored", "no page with these tokens and this identity was stored here")
 
     def check(self) -> None:
@@ -93,7 +125,8 @@ class Misses:
         assert len(self._gone) <= self.max_gone
         assert len(self._roots) <= self.max_roots
         assert len(self._contents) <= self.max_contents
-        assert all(0 < len(known) <= 8 for known in self._contents.values())
+        assert all(0 < len(known) <= MAX_ROOTS_PER_CONTENT for known in self._contents.values())
+        assert len(self._first_pages) <= self.max_contents
 
     def _difference(self, root: bytes, others: list[bytes]) -> str:
         here = self._roots.get(root)
@@ -110,5 +143,5 @@ class Misses:
             if best is None or len(differing) < len(best):
                 best = differing
         if not best:
-            return f"the same tokens were stored under another identity, root {others[-1].hex()[:16]}"
-        return "the same tokens were stored under another identity: " + "; ".join(best)
+            return f"these first tokens were stored under another identity, root {others[-1].hex()[:16]}"
+        return "these first tokens were stored under another identity: " + "; ".join(best)

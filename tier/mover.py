@@ -31,6 +31,8 @@ from kvtier.tier.events import (
     ReadFailed,
     ReadPage,
     SaveRoots,
+    SaveStored,
+    StoredBefore,
     Verified,
     VerifyPage,
     WipeSlots,
@@ -41,6 +43,7 @@ from kvtier.tier.events import (
 from kvtier.tier.host import HostTier
 from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, PageKey, PageMissing, TierName, slot_bytes
 from kvtier.tier.ssd import SsdTier
+from kvtier.tier.ssd_layout import ROOTS_FILE, STORED_FILE
 
 MAX_WRITES_PER_COMMIT = 16  # pages; a commit waits for the disk, so it is shared
 
@@ -51,25 +54,25 @@ class _Barrier:
 
 
 Read = ReadPage | VerifyPage
-Write = WritePage | CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots
-_Order = CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | _Barrier
+Write = WritePage | CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | SaveStored
+_Order = CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | SaveStored | _Barrier
 
 
 class Mover:
     """The threads that do a node's page I/O. `post` takes events from any of them; it must not block.
 
-    The owner keeps the tiers and closes them after `close`.
+    The owner keeps the tiers and closes them after `close`. What only explains misses is kept in `folder`, beside L4.
     """
 
     def __init__(
         self,
         host: HostTier,
         ssd: SsdTier,
-        roots_path: Path,
+        folder: Path,
         post: Callable[[Sequence[Event | Note]], None],
         num_readers: int = 2,
     ) -> None:
-        self._host, self._ssd, self._roots_path = host, ssd, roots_path
+        self._host, self._ssd, self._folder = host, ssd, folder
         self._post = post
         self._to_read: SimpleQueue[Read | None] = SimpleQueue()
         self._to_write: SimpleQueue[Write | _Barrier | None] = SimpleQueue()
@@ -86,7 +89,7 @@ class Mover:
         match command:
             case ReadPage() | VerifyPage():
                 self._to_read.put(command)
-            case WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | SaveRoots():
+            case WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | SaveRoots() | SaveStored():
                 self._to_write.put(command)
 
     def barrier(self, done: Callable[[], None]) -> None:
@@ -161,7 +164,12 @@ class Mover:
                     case ForgetTenant():
                         self._attempt("clearing a tenant", partial(self._ssd.forget, command.tenant))
                     case SaveRoots():
-                        self._attempt("saving identities", partial(self._save_roots, command.roots))
+                        self._attempt("saving identities", partial(save_roots, self._folder, command.roots))
+                    case SaveStored():
+                        self._attempt(
+                            "saving which prompts were stored",
+                            partial(save_stored_before, self._folder, command.before),
+                        )
                     case _Barrier():
                         self._commit(written, ())
                         written = []
@@ -233,11 +241,6 @@ class Mover:
         for place in places:
             self._ssd.wipe(place)
 
-    def _save_roots(self, roots: Sequence[tuple[bytes, dict[str, str]]]) -> None:
-        new = self._roots_path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode({root.hex(): fields for root, fields in roots}))
-        os.replace(new, self._roots_path)
-
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         """Do what nothing waits for; a disk that refuses leaves a note."""
         try:
@@ -261,13 +264,39 @@ def _runs(batch: Iterable[Write | _Barrier]) -> Iterator[list[WritePage] | _Orde
         yield writes
 
 
-def load_roots(path: Path) -> list[tuple[bytes, dict[str, str]]]:
+def save_roots(folder: Path, roots: Sequence[tuple[bytes, dict[str, str]]]) -> None:
+    """Replace the table of identities."""
+    _replace(folder / ROOTS_FILE, msgspec.json.encode({root.hex(): fields for root, fields in roots}))
+
+
+def load_roots(folder: Path) -> list[tuple[bytes, dict[str, str]]]:
     """The table that SaveRoots wrote; empty when there is none or it can't be read: it only explains misses."""
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
+        table = msgspec.json.decode((folder / ROOTS_FILE).read_bytes(), type=dict[str, dict[str, str]])
         return [(bytes.fromhex(root), fields) for root, fields in table.items()]
     except (OSError, ValueError):
         return []
+
+
+def save_stored_before(folder: Path, before: StoredBefore) -> None:
+    """Replace the table of prompts."""
+    _replace(folder / STORED_FILE, msgspec.msgpack.encode(before))
+
+
+def load_stored_before(folder: Path) -> StoredBefore:
+    """The table that SaveStored wrote; empty when there is none or it can't be read: it only explains misses."""
+    try:
+        return msgspec.msgpack.decode((folder / STORED_FILE).read_bytes(), type=StoredBefore)
+    except (OSError, ValueError):
+        return StoredBefore()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    new = path.with_name(f"{path.name}.new")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
+    os.replace(new, path)
 
 
 def _failure(error: OSError | PageCorrupt | PageMissing) -> Failure:

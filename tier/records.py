@@ -26,6 +26,7 @@ class Limits:
     gone: int = 65536  # pages whose leaving `explain` can still tell
     roots: int = 64
     contents: int = 4096
+    contents_unsaved: int = 256  # new prompts that a killed node may forget
     persist_every: int = 512  # used pages whose use the catalogue doesn't know yet
     evictions_per_write: int = 4096  # L4 pages of other sizes that one page may push out
 

@@ -36,6 +36,7 @@ from kvtier.tier.events import (
     Quiesce,
     ReadPage,
     SaveRoots,
+    SaveStored,
     Send,
     Unpin,
     Verify,
@@ -46,14 +47,15 @@ from kvtier.tier.events import (
 from kvtier.tier.host import HostTier
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.ipc import NodeServer
-from kvtier.tier.mover import Mover, load_roots
+from kvtier.tier.mover import Mover, load_roots, load_stored_before
 from kvtier.tier.page import TierName, slot_bytes
 from kvtier.tier.ssd import SsdTier, open_ssd
 from kvtier.tier.stats import Snapshot
 
 log = logging.getLogger(__name__)
 
-MIN_SLOTS = 2  # one to come up, one to go down; with less the tier is off
+MIN_SLOTS = 2  # one to come up, one to go down; with less L3 is off
+STAGING_SLOTS = 8  # of an L3 that is there only because L4 is reached through it
 MAX_NOTES = 256
 CALL_TIMEOUT_S = 60.0
 
@@ -82,8 +84,8 @@ class _Ticket:
 class CacheService:
     """A node's L3 and L4, served to its workers over `socket_path`. Its methods may be called from any thread.
 
-    `payload_bytes` is the size of all pages in L3. `l3_bytes` with room for fewer than two pages turns L3 off, and
-    with it the way to L4; `l4_bytes` 0 turns L4 off. Starting raises ValueError for sizes or paths that can't be, and
+    `payload_bytes` is the size of all pages in L3. `l4_bytes` 0 turns L4 off. `l3_bytes` with room for fewer
+    than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through. Starting raises ValueError for sizes or paths that can't be, and
     OSError when the L4 folder or the socket can't be opened; a damaged L4 is healed and noted.
     """
 
@@ -151,10 +153,13 @@ class CacheService:
         return self._ask(lambda: self._coordinator.snapshot())
 
     def pages(
-        self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
+        self, tenant: str | bytes | None = None, tier: TierName | None = None, limit: int = 1000
     ) -> list[PageInfo]:
-        """Copies of a tenant's pages (None: of all tenants) in a tier (None: in L3 and L4), at most `limit`."""
-        digest = None if tenant is None else tenant_digest(tenant)
+        """Copies of a tenant's pages in a tier (None: in L3 and L4), at most `limit`.
+
+        A tenant is named, or given by its digest where its name isn't known; None is all.
+        """
+        digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         return self._ask(lambda: self._coordinator.pages(digest, tier, limit, time.monotonic()))
 
     def pin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
@@ -172,9 +177,9 @@ class CacheService:
         wanted = tuple(keys)
         return self._verb(lambda ticket: Evict(ticket, wanted, tier))
 
-    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop and wipe all pages of a tenant (None: of all). On the disk when it returns, DEFERRED ones aside."""
-        digest = None if tenant is None else tenant_digest(tenant)
+    def clear(self, tenant: str | bytes | None = None) -> list[tuple[bytes, Outcome]]:
+        """Drop and wipe all pages of a tenant, as in `pages`. On the disk when it returns, DEFERRED ones aside."""
+        digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         return self._verb(lambda ticket: Clear(ticket, digest), durable=True)
 
     def verify(
@@ -294,7 +299,7 @@ class CacheService:
             case ReadPage() | WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | VerifyPage():
                 assert self._mover is not None
                 self._mover.submit(command)
-            case SaveRoots():
+            case SaveRoots() | SaveStored():
                 if self._mover is not None:
                     self._mover.submit(command)
             case Answer():
@@ -339,18 +344,20 @@ class CacheService:
     def _open(self) -> None:
         size = slot_bytes(self._payload_bytes)
         num_slots = self._l3_bytes // size
+        if num_slots < MIN_SLOTS:
+            too_small = f"{self._l3_bytes} bytes hold fewer than {MIN_SLOTS} pages of {size}"
+            if self._l4_bytes:
+                num_slots = STAGING_SLOTS
+                self._note(f"L3 is {num_slots} pages, to reach L4 through: {too_small}")
+            elif self._l3_bytes:
+                self._note(f"L3 is off: {too_small}")
         if num_slots >= MIN_SLOTS:
-            self._host = HostTier(self._l3_bytes, size)
-        elif self._l3_bytes or self._l4_bytes:
-            self._note(
-                f"L3 is off: {self._l3_bytes} bytes hold fewer than {MIN_SLOTS} pages of {size}; so L4 is out of reach"
-            )
-        roots_path = self._l4_path / "roots.json"
+            self._host = HostTier(num_slots * size, size)
         if self._l4_bytes and self._host is not None:
             self._ssd = open_ssd(self._l4_path, self._l4_bytes, self._l4_store, size)
             for note in self._ssd.notes:
                 self._note(note)
-            self._mover = Mover(self._host, self._ssd, roots_path, self._post)
+            self._mover = Mover(self._host, self._ssd, self._l4_path, self._post)
         now = time.monotonic()
         self._coordinator = Coordinator(
             node_id=self.node_id,
@@ -359,10 +366,14 @@ class CacheService:
             num_slots=0 if self._host is None else num_slots,
             ssd=None if self._ssd is None else self._ssd.allocator,
             recovered=() if self._ssd is None else self._ssd.recovered,
-            roots=() if self._ssd is None else load_roots(roots_path),
+            lost=() if self._ssd is None else self._ssd.lost,
+            roots=() if self._ssd is None else load_roots(self._l4_path),
+            stored_before=None if self._ssd is None else load_stored_before(self._l4_path),
             wall_offset_s=time.time() - now,
             now=now,
         )
+        if self._ssd is not None:
+            self._ssd.lost = []  # told; it could be long
         self._server = NodeServer(self._socket_path, None if self._host is None else self._host.fd)
 
     def _end(self) -> None:

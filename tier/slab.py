@@ -31,6 +31,7 @@ from kvtier.tier.page import (
     slot_bytes,
 )
 
+PROBE_FILE = "probe.tmp"
 _NAME = re.compile(r"slab-(\d{5})\.(\d+)")
 _STAMP = struct.Struct("<4sQ")  # magic, era
 _STAMP_MAGIC = b"KVS1"
@@ -85,6 +86,11 @@ class SlabFiles:
                 else:
                     self._names[segment] = name
                     self._found_bytes[segment] = size
+
+    @staticmethod
+    def is_slab(name: str) -> bool:
+        """Whether a slab file could have this name."""
+        return _NAME.fullmatch(name) is not None
 
     @staticmethod
     def delete_all(folder: Path) -> int:
@@ -304,7 +310,7 @@ def _whole_page(slot: memoryview) -> tuple[Envelope, int] | None:
 
 def _takes_direct_io(folder: Path) -> bool:
     """Whether files here take O_DIRECT in 4 KiB units; file systems in memory and on networks may not."""
-    path = folder / "probe.tmp"
+    path = folder / PROBE_FILE
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
     except OSError as error:

@@ -48,8 +48,16 @@ from kvtier.tier.page import (
     expect_envelope,
     slot_bytes,
 )
-from kvtier.tier.slab import SlabFiles, sync_folder
-from kvtier.tier.ssd_layout import LAYOUT_FILE, MIN_SEGMENT_SLOTS, Layout, Plan, Store
+from kvtier.tier.slab import PROBE_FILE, SlabFiles, sync_folder
+from kvtier.tier.ssd_layout import (
+    LAYOUT_FILE,
+    MIN_SEGMENT_SLOTS,
+    ROOTS_FILE,
+    STORED_FILE,
+    Layout,
+    Plan,
+    Store,
+)
 
 PageId = tuple[PageKey, str]  # key, variant
 
@@ -74,14 +82,18 @@ def open_ssd(
     may be allocated too). `check_timeout_s` bounds the check of the old catalogue, `rebuild_s` the time after which
     a rebuild from slot headers makes do with what it has found.
 
-    Damage never raises: it is healed or the folder starts empty, and `notes` says so in one line. Raises ValueError
-    for a budget that holds no page, OSError(EBUSY) when another process has the folder open, and OSError for a disk
-    that refuses.
+    A folder made here is closed to other users; one that is there keeps its mode, and what isn't ours in it is left
+    alone. Damage never raises: it is healed or the folder starts empty, and `notes` says so in one line. Raises
+    ValueError for a budget that holds no page and for a folder of other things, OSError(EBUSY) when another process
+    has the folder open, and OSError for a disk that refuses.
     """
     plan = Plan(capacity_bytes, slot_bytes)
     folder = Path(path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.chmod(folder, 0o700)
+    if not _is_ours_or_empty(folder):
+        raise ValueError(
+            f"{folder} is not empty and holds no kvtier pages: name an empty folder or a new one"
+        )
     lock = _lock(folder)
     try:
         return _open_locked(folder, plan, store, lock, check_timeout_s, rebuild_s)
@@ -110,11 +122,13 @@ class SsdTier:
         folder: Path,
         allocator: SegmentAllocator,
         recovered: list[CatalogueEntry],
+        lost: list[CatalogueEntry],
         notes: list[str],
         lock: int,
     ) -> None:
         self.allocator = allocator
         self.recovered = recovered  # sorted by last use, the latest last
+        self.lost = lost  # were in the catalogue, but their place in the files is gone
         self.notes = notes  # one line for each thing the operator should know of how it came up
         self.page_capacity_bytes = allocator.capacity_bytes
         self.segment_bytes = allocator.segment_bytes
@@ -256,6 +270,7 @@ def _open_locked(
         catalogue = _Catalogue.open(folder, plan, store)
         try:
             allocator = SegmentAllocator(num_segments * layout.segment_bytes, layout.segment_bytes)
+            lost: list[CatalogueEntry] = []
             if damage is not None and isinstance(pages, SlabFiles):
                 found, ended = _rebuild(pages, layout, allocator, rebuild_s)
                 catalogue.commit(found, ())
@@ -265,19 +280,42 @@ def _open_locked(
                 )
             else:
                 found, lost = _claim(catalogue, pages, allocator)
-                catalogue.commit((), lost)
+                catalogue.commit((), [(entry.envelope.key, entry.envelope.variant) for entry in lost])
                 if lost:
                     notes.append(
                         f"L4 at {folder}: {len(lost)} pages dropped, their place in the files is gone"
                     )
             found.sort(key=lambda entry: entry.last_use_s)
-            return SsdTier(pages, catalogue, layout, folder, allocator, found, notes, lock)
+            return SsdTier(pages, catalogue, layout, folder, allocator, found, lost, notes, lock)
         except BaseException:
             catalogue.close()
             raise
     except BaseException:
         pages.close()
         raise
+
+
+def _is_ours_or_empty(folder: Path) -> bool:
+    """Whether files of ours may be made and deleted here. A damaged folder of ours is ours still."""
+    names = set(os.listdir(folder)) - {"lost+found"}  # an empty file system has that
+    try:
+        Layout.load(folder)
+        return True
+    except (OSError, ValueError, msgspec.DecodeError):
+        pass
+    databases = {_CATALOGUE, _PAGES}
+    if any(map(SlabFiles.is_slab, names)) or names >= {_LOCK, LAYOUT_FILE, _CATALOGUE}:
+        return True
+    ours = {_LOCK, LAYOUT_FILE, *databases, *(f"{name}-lock" for name in databases), _COPY, PROBE_FILE}
+    ours |= {ROOTS_FILE, STORED_FILE, *(f"{name}.new" for name in (LAYOUT_FILE, ROOTS_FILE, STORED_FILE))}
+    if names <= ours and names & databases:
+        return True
+    # A first start cut short leaves its lock alone. Anybody could have chosen that name, but not for a process id.
+    return not names or (names == {_LOCK} and _is_pid((folder / _LOCK).read_bytes()))
+
+
+def _is_pid(content: bytes) -> bool:
+    return content == b"" or content.strip().isdigit()
 
 
 def _usable_layout(folder: Path, plan: Plan, store: Store, notes: list[str]) -> Layout | None:
@@ -331,15 +369,15 @@ def _open_pages(
 
 def _claim(
     catalogue: _Catalogue, pages: SlabFiles | _LmdbPages, allocator: SegmentAllocator
-) -> tuple[list[CatalogueEntry], list[PageId]]:
-    """Entries whose place exists, the latest used first to choose; and the ids of the others."""
+) -> tuple[list[CatalogueEntry], list[CatalogueEntry]]:
+    """Entries whose place exists, the latest used first to choose; and the others."""
     found: list[CatalogueEntry] = []
-    lost: list[PageId] = []
+    lost: list[CatalogueEntry] = []
     for entry in sorted(catalogue.entries(), key=lambda entry: -entry.last_use_s):
         if pages.holds(entry.place, entry.slot_bytes) and allocator.take(entry.place, entry.slot_bytes):
             found.append(entry)
         else:
-            lost.append((entry.envelope.key, entry.envelope.variant))
+            lost.append(entry)
     return found, lost
 
 

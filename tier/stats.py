@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvtier.tier.page import TierName
@@ -109,6 +109,64 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
             total.tiers[name].add(counters)
         total.totals.add(one.totals)
     return total
+
+
+def lasting(snapshot: Snapshot) -> Snapshot:
+    """What of an owner's numbers stays true when the owner is gone: what it counted, not what it holds."""
+    return Snapshot(
+        tiers={
+            name: replace(
+                counters, capacity_bytes=0, used_bytes=0, pages=0, loads_s=deque(maxlen=LATENCY_SAMPLES)
+            )
+            for name, counters in snapshot.tiers.items()
+        },
+        totals=replace(snapshot.totals, used_page_tokens=0, held_page_tokens=0),
+    )
+
+
+def has_restarted(before: Snapshot, now: Snapshot) -> bool:
+    """Whether any of an owner's counters fell, which they do only when it starts anew."""
+    old, new = lasting(before), lasting(now)
+    return _fell(old.totals, new.totals) or any(
+        _fell(counters, new.tiers.get(name, TierCounters())) for name, counters in old.tiers.items()
+    )
+
+
+def _fell(old: TierCounters | RequestTotals, new: TierCounters | RequestTotals) -> bool:
+    return any(getattr(new, f.name) < getattr(old, f.name) for f in fields(old) if f.name != "loads_s")
+
+
+class Ledger:
+    """Adds up owners' numbers such that no counter of the sum falls when an owner ends or starts anew.
+
+    It knows of an owner what the latest snapshot said: what an owner counted after that and before its end is
+    missing from the sum, and so are the old counts of one that has started anew and has counted past them since.
+    Snapshots of one owner must be recorded in the order in which they were made. Holds one snapshot per living owner.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Snapshot] = {}
+        self._gone = Snapshot()
+
+    def record(self, owner: str, snapshot: Snapshot) -> None:
+        """What the owner counts now."""
+        before = self._latest.get(owner)
+        if before is not None and has_restarted(before, snapshot):
+            self._keep(before)
+        self._latest[owner] = snapshot
+
+    def lose(self, owner: str) -> None:
+        """The owner is gone: what it held counts no more, what it counted stays. Idempotent."""
+        before = self._latest.pop(owner, None)
+        if before is not None:
+            self._keep(before)
+
+    def total(self) -> Snapshot:
+        """The sum over all owners there are and were."""
+        return merge([self._gone, *self._latest.values()])
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._gone = merge([self._gone, lasting(snapshot)])
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:

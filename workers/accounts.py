@@ -83,7 +83,7 @@ class Accounts:
 
     def _known(self, request: Request, note: PageNote, now: float) -> PageNote:
         """The note, with what L1 itself remembers of a page that nobody else knows."""
-        if note.reason != "never_stored":
+        if not request.spec.use_cache or note.reason not in ("never_stored", "cache_off"):
             return note
         page_tokens = self._table.page_tokens
         page = note.start // page_tokens

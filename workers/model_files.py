@@ -15,6 +15,7 @@ import torch
 log = logging.getLogger(__name__)
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_WAY_OUT = "give a folder or a .gguf file as model.path"
 _CHUNK_BYTES = 8 * 2**20
 _MAX_FINGERPRINTS = 256
 
@@ -47,12 +48,13 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"model {name!r} is no local folder and the hub can't be reached to download it; "
-            f"give a folder or a .gguf file as model.path"
+            f"model {name!r} is no local folder and the hub can't be reached to download it; {_WAY_OUT}"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileNotFoundError(f"model {name!r} is no local folder and no usable hub id: {first}") from error
+        raise FileNotFoundError(
+            f"model {name!r} is no local folder and no usable hub id ({first}); {_WAY_OUT}"
+        ) from error
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -165,7 +165,7 @@ def _fetch_from_hub(repo_id: str, progress: Progress) -> Path:
     try:
         return resolve_model(repo_id, Path())
     except FileNotFoundError as error:
-        raise ModelError(f"{error}; give a local folder: --set model.path=FOLDER") from error
+        raise ModelError(str(error)) from error  # it says the way out
 
 
 def _made_once(cache: Path, name: str, fill: Callable[[Path], None]) -> Path:

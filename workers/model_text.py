@@ -71,6 +71,7 @@ class Text:
         )
         self._pieces: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
         self._is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
+        self.max_token_bytes = self._longest_token()  # of text, that one token can stand for
 
     @classmethod
     def load(cls, folder: str | Path) -> Text | None:
@@ -92,15 +93,41 @@ class Text:
         """Whether chat messages can be rendered."""
         return bool(self.chat_template_digest)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with what the tokenizer puts around it (such as a beginning-of-sequence id)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of plain text, with what the tokenizer puts around it (such as a beginning-of-sequence id).
+
+        Raises TextError, before the tokenizer reads any of it, for text of more bytes than `max_tokens` of the
+        longest token have (None: no limit). Other threads run meanwhile.
+        """
+        self._check_length(len(text.encode()), max_tokens)
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered conversation. Raises TextError as `encode` and `render_chat` do."""
+        self._check_length(sum(len(message["content"].encode()) for message in messages), max_tokens)
+        rendered = self.render_chat(messages)
+        self._check_length(len(rendered.encode()), max_tokens)
+        return self._encode(rendered, add_special_tokens=False)
+
+    def _check_length(self, nbytes: int, max_tokens: int | None) -> None:
+        if max_tokens is not None and nbytes > max_tokens * self.max_token_bytes:
+            raise TextError(
+                f"prompt of {nbytes} bytes is too long: max_context {max_tokens} tokens times the longest token's "
+                f"{self.max_token_bytes} bytes are {max_tokens * self.max_token_bytes} bytes"
+            )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The tokenizer's plain `encode` holds the interpreter's lock until it is done; its batches don't.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a rendered conversation."""
-        ids: list[int] = self._backend.encode(self.render_chat(messages), add_special_tokens=False).ids
-        return ids
+    def _longest_token(self) -> int:
+        learned = self._backend.get_vocab(with_added_tokens=False)
+        added = (token.content for token in self._backend.get_added_tokens_decoder().values())
+        # The byte-level alphabet has one character for each byte.
+        sizes = map(len, learned) if self._is_byte_level else (len(token.encode()) for token in learned)
+        return max(max(sizes, default=1), max((len(token.encode()) for token in added), default=1))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation ({"role", "content"} each) as the model was taught it, up to where the answer begins.

@@ -428,7 +428,7 @@ class PageTable:
             root=tenancy.root,
             tree=seq.path.root,
             tenant=tenancy.digest,
-            content=b"" if depth else content_digest(tenancy.salt, seq.tokens[: self.page_tokens]),
+            content=b"" if depth else content_digest(tenancy.salt, seq.tokens[: seq.length]),
             depth=depth,
             save=SaveState.CLEAN if depth < seq.stored_pages else SaveState.DIRTY,
             last_use_s=now,

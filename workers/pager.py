@@ -113,7 +113,7 @@ class Pager:
         request.looked(TierName.HOST, request.prompt_tokens - load.first_page * page_tokens)
         content = b""
         if load.first_page == 0 and seq.length > page_tokens:
-            content = content_digest(request.tenancy.salt, seq.tokens[:page_tokens])
+            content = content_digest(request.tenancy.salt, seq.tokens[: seq.length])
         self._link.send(
             Locate(
                 request_id=load.lease,

@@ -211,7 +211,7 @@ class DecodeWorker:
             pid=os.getpid(),
             model_name=self._runner.model_name,
             vocab_size=self._runner.vocab_size,
-            max_context=self._runner.max_context,
+            max_context=min(self._runner.max_context, self._table.capacity * self._spec.page_tokens),
             eos_ids=tuple(self._runner.eos_ids),
             dtype=self._runner.dtype,
             page_tokens=self._spec.page_tokens,

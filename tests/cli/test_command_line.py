@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
+import grpc
 import pytest
 
-from kvtier.cli import connection, main
-from kvtier.cli.client import Chunk, ClientError
+from kvtier.cli import connection, main, watch
+from kvtier.cli.client import Chunk, Client, ClientError
+from kvtier.cli.common import out, settings
+from kvtier.cli.state import Deployment, StateFolder
+from kvtier.cli.supervisor import cannot_listen
+from kvtier.workers.model_store import ModelError, resolve
 
 VERBS = [
     *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"]),
@@ -322,7 +329,7 @@ def test_json_is_the_object_itself(run: Any, client: FakeClient, arguments: list
     assert (code, json.loads(out)) == (0, value)
 
 
-@pytest.mark.parametrize("verb", ["pin", "unpin", "evict", "verify"])
+@pytest.mark.parametrize("verb", ["pin", "unpin", "evict"])
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [("ACCEPTED", 0), ("DEFERRED", 0), ("REJECTED", 1), ("MISSING", 1), ("CLIPPED", 1)],
@@ -337,6 +344,108 @@ def test_an_action_on_pages_succeeds_only_if_it_was_done(
     assert code == expected
     assert outcome in out
     assert err.count("\n") == expected
+
+
+def test_verifying_fails_when_pages_were_damaged_and_says_how_many(run: Any, client: FakeClient) -> None:
+    client.outcomes = {"ACCEPTED": 127}
+    assert run("pages", "verify", "--endpoint", "h:1")[0] == 0
+    client.outcomes = {"MISSING": 30, "ACCEPTED": 127, "CLIPPED": 8, "DEFERRED": 1}
+
+    code, _, err = run("pages", "verify", "--endpoint", "h:1")
+
+    assert (code, err) == (1, "kvtier: 39 of 166 pages were damaged and dropped\n")
+
+
+def test_a_page_with_three_copies_is_shown_with_its_keys_whole(
+    run: Any, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        client, "pages_show", lambda key: [PAGE | {"tier": tier} for tier in ("L1", "L3", "L4")]
+    )
+    monkeypatch.setattr(out, "width", 80)
+
+    code, said, _ = run("pages", "show", "abab", "--endpoint", "h:1")
+
+    assert code == 0
+    assert said.splitlines()[:3] == [f"key     {'ab' * 32}", f"root    {'cd' * 32}", f"parent  {'ef' * 32}"]
+    assert said.count("368640") == 3
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_watching_ends_well_and_quietly_by_ctrl_c(
+    run: Any, client: FakeClient, monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=interrupted))
+
+    code, said, err = run("stats", "--watch", *how, "--endpoint", "h:1")
+
+    assert (code, err) == (0, "")
+    assert "hit_rate" in said or "hit rate" in said
+
+
+def test_a_number_too_large_for_the_wire_is_named_with_its_option() -> None:
+    with connect_nowhere() as client, pytest.raises(ClientError, match="max_tokens.*10000000000") as caught:
+        next(client.generate("hi", max_tokens=10_000_000_000))
+
+    assert caught.value.exit_code == 2
+
+
+def connect_nowhere() -> Client:
+    """A client that has not called anybody."""
+    return Client(grpc.insecure_channel("127.0.0.1:1"), "127.0.0.1:1")
+
+
+def test_a_place_that_cannot_be_listened_on_comes_with_its_own_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        in_use = cannot_listen("127.0.0.1", port)
+    elsewhere = cannot_listen("192.0.2.77", 0)
+
+    assert in_use and f"127.0.0.1:{port}" in in_use[0] and "grpc.port=0" in in_use[1]
+    assert elsewhere and "192.0.2.77" in elsewhere[0] and "grpc.host" in elsewhere[1]
+    assert cannot_listen("127.0.0.1", 0) is None
+
+
+def test_a_model_that_cannot_be_fetched_gives_the_way_out_once(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve("nobody/no-such-model", tmp_path)
+
+    assert str(caught.value).count("give a") == str(caught.value).count("model.path") == 1
+
+
+def test_paths_of_a_configuration_hold_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    sets = ("model.path=model", "tiers.l4.path=l4", "grpc.tls={cert: c.pem, key: /k.pem}")
+
+    config = settings(None, sets)
+
+    assert config.model.path == str(tmp_path / "model")
+    assert config.tiers.l4.path == str(tmp_path / "l4")
+    assert config.grpc.tls is not None
+    assert (config.grpc.tls.cert, config.grpc.tls.key) == (str(tmp_path / "c.pem"), "/k.pem")
+    assert config.grpc.tls.client_ca == ""
+    elsewhere = settings(None, ("model.path=owner/model",))
+    assert (elsewhere.model.path, elsewhere.tiers.l4.path) == ("owner/model", "")
+
+
+def test_down_cleans_up_after_a_deployment_that_was_killed(
+    run: Any, client: FakeClient, tmp_path: Path
+) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "state").mkdir()
+    StateFolder(tmp_path / "state").write(Deployment(pid=4242, created=0.0, ray_dir=str(tmp_path / "ray")))
+
+    code, _, err = run("down")
+
+    assert (code, err) == (0, "the deployment was killed (pid 4242): removed its Ray session\n")
+    assert not (tmp_path / "ray").exists()
+    assert run("down")[0] == 1
 
 
 def test_evicting_names_pages_or_a_tier(run: Any, client: FakeClient) -> None:

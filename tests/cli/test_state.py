@@ -106,9 +106,21 @@ def test_what_a_dead_deployment_left_is_ended_and_removed(tmp_path: Path) -> Non
 
     said = clean_up_after(Deployment(pid=1, created=0.0, ray_dir=str(ray_dir), processes=stamps))
 
-    assert said == ["ended 1 of its processes", "removed its Ray session"]
+    assert said == "ended 1 of its processes, removed its Ray session"
     assert not psutil.pid_exists(left.pid)
     assert not ray_dir.exists()
+
+
+def test_cleaning_up_waits_for_a_supervisor_that_lives_and_forgets_one_that_does_not(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    folder = StateFolder(tmp_path)
+    assert folder.clean_up() == ""
+    holder.kill()
+    holder.wait()
+
+    assert folder.clean_up() == "the deployment was killed (pid 1): it had left nothing running"
+    assert folder.read() is None and folder.clean_up() == ""
 
 
 def test_a_process_that_took_over_an_old_number_is_left_alone(tmp_path: Path) -> None:

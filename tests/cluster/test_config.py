@@ -97,6 +97,7 @@ def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: s
 
     for part in named:
         assert part in str(caught.value)
+    assert str(caught.value).count("got ") <= 1
 
 
 @pytest.mark.parametrize(

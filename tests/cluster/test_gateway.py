@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,72 @@ def test_a_bad_value_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("x" * 6145, "prompt of 6145 bytes is too long: max_context 512 tokens .* 12 bytes are 6144 bytes"),
+        ([{"role": "user", "content": "x" * 6145}], "prompt of 6145 bytes .* 6144 bytes"),
+        ([{"role": "user", "content": ""}] * 1000, r"prompt of \d+ bytes .* 6144 bytes"),
+        ([1] * (CONTEXT + 1), "prompt of 513 tokens is too long: max_context is 512 tokens"),
+    ],
+    ids=["text", "chat", "messages", "ids"],
+)
+def test_a_prompt_too_long_for_any_tokens_is_refused_for_generate_and_lookup(
+    client: Client, prompt: Any, named: str
+) -> None:
+    for ask in (lambda: completion(client.generate(prompt)), lambda: client.lookup(prompt)):
+        with pytest.raises(ClientError, match=named) as refused:
+            ask()
+        assert refused.value.status == "INVALID_ARGUMENT"
+
+
+def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, reading = threading.Event(), threading.Semaphore(0)
+    encode = text._encode
+
+    def slow(prompt: str, *, add_special_tokens: bool) -> list[int]:
+        if len(prompt) > 4096:
+            reading.release()
+            assert may_end.wait(30)
+        return encode(prompt, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(text, "_encode", slow)
+    with (
+        serving(text) as served,
+        connect(served.endpoint) as client,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        prompts = ["x" * 5000, "y" * 5000, [{"role": "user", "content": "z" * 5000}]]
+        calls = [
+            clients.submit(lambda prompt=prompt: completion(client.generate(prompt))) for prompt in prompts
+        ]
+        try:
+            assert reading.acquire(timeout=30)
+            assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
+            assert client.status()["endpoint"] == served.endpoint
+            assert not any(call.done() for call in calls)
+        finally:
+            may_end.set()
+        for call in calls:
+            with pytest.raises(ClientError, match="max_context"):
+                call.result(30)
+
+
+def test_the_smallest_context_of_all_workers_is_everybodys(text: Text) -> None:
+    with serving(text, workers=2, max_context=100) as served, connect(served.endpoint) as client:
+        for worker in ("w0", "w1"):
+            result = completion(client.generate([1] * 90, worker=worker))
+            assert result["usage"]["completion_tokens"] == 10
+            for prompt, options, named in (
+                ([1] * 90, {"max_tokens": 11}, "101 tokens: max_context is 100"),
+                ([1] * 100, {}, "prompt of 100 tokens leaves no room .* max_context is 100 tokens"),
+                ([1] * 101, {}, "prompt of 101 tokens .* max_context is 100 tokens"),
+            ):
+                with pytest.raises(ClientError, match=named) as refused:
+                    completion(client.generate(prompt, worker=worker, **options))  # type: ignore[arg-type]
+                assert refused.value.status == "INVALID_ARGUMENT"
+
+
 def test_a_request_without_prompt_is_refused(shared: Served) -> None:
     channel, stub = raw(shared.endpoint)
 
@@ -289,10 +357,6 @@ def test_garbage_on_the_port_harms_nobody(shared: Served, client: Client) -> Non
             while connection.recv(65536):
                 pass
 
-    channel = grpc.insecure_channel(shared.endpoint)
-    call = channel.unary_stream("/kvtier.v1.Inference/Generate")
-    with channel, pytest.raises(grpc.RpcError):
-        list(call(b"\xff\xff\xff no message of ours"))
     assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gateway_kit import EchoWorker, Served, echo_info, page_info, serving
+from gateway_kit import EchoWorker, Served, counted, echo_info, page_info, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cli.client import Client, ClientError, completion, connect
+from kvtier.cluster import gateway_cache
 from kvtier.cluster.gateway_cache import merged_outcome
 from kvtier.cluster.gateway_core import OwnerDown
 from kvtier.tier.base import Outcome
-from kvtier.tier.identity import page_keys, root_key, tenant_salt
+from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.page import TierName
 
 A, B, C = "aa11" + "0" * 60, "aa22" + "0" * 60, "bb33" + "0" * 60
@@ -74,6 +76,64 @@ def test_stats_add_up_all_owners(client: Client) -> None:
         "aborted_prompt_tokens": 0,
         "page_fill": 1.0,
     }
+
+
+def test_what_a_dead_worker_counted_stays_and_what_it_held_does_not(served: Served, client: Client) -> None:
+    before = client.stats()
+
+    served.call(served.core.lose_worker, "w0", "gone")
+
+    for _ in range(2):
+        after = client.stats()
+        assert after["tiers"]["L1"] == before["tiers"]["L1"] | {
+            "capacity_bytes": 100,
+            "used_bytes": 40,
+            "pages": 4,
+        }
+        assert {**after, "tiers": None} == {**before, "tiers": None}
+
+
+def test_counters_go_on_where_a_restarted_node_left_them(served: Served, client: Client) -> None:
+    node = served.cache.nodes[0].port
+    before = client.stats()
+
+    for requests, total in ((0, 4), (1, 5), (1, 5)):
+        node.counters = counted(requests)  # type: ignore[attr-defined]
+        after = client.stats()
+        assert after["requests"] == total
+        assert after["prompt_tokens"] == 10 * total
+        assert after["tiers"]["L1"]["hit_tokens"] + after["computed_tokens"] == after["prompt_tokens"]
+        assert after["tiers"]["L1"]["capacity_bytes"] == before["tiers"]["L1"]["capacity_bytes"]
+
+
+async def silence(*_: object) -> None:
+    """An answer that never comes."""
+    await asyncio.Event().wait()
+
+
+def test_an_owner_that_does_not_answer_is_named_and_not_waited_for(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_cache, "ASK_S", 0.2)
+    monkeypatch.setattr(gateway_cache, "WORK_S", 0.2)
+    for verb in ("stats", "pages", "pin", "unpin", "evict", "clear", "verify"):
+        monkeypatch.setattr(served.cache.nodes[0].port, verb, silence)
+    monkeypatch.setattr(served.workers[0], "explain", silence)
+
+    for ask, named in (
+        (client.stats, "n0"),
+        (client.pages_ls, "n0"),
+        (lambda: client.pages_show(A), "n0"),
+        (lambda: client.pages_pin([A]), "n0"),
+        (lambda: client.pages_evict(tier="L3"), "n0"),
+        (client.pages_clear, "n0"),
+        (client.pages_verify, "n0"),
+        (lambda: client.lookup([1] * 8), "n0"),
+        (lambda: client.explain("mine"), "w0"),
+    ):
+        with pytest.raises(ClientError, match=rf"\b{named} does not answer within 0\.2 s") as refused:
+            ask()
+        assert refused.value.status == "UNAVAILABLE"
 
 
 def test_pages_are_listed_highest_tier_first_with_tenants_by_name(client: Client) -> None:
@@ -164,6 +224,24 @@ def test_clear_and_verify_of_all_count_everything_and_list_what_was_not_done(cli
     for everything in (client.pages_clear(), client.pages_verify()):
         assert everything["counts"] == {"ACCEPTED": 2, "REJECTED": 1}
         assert [result["key"] for result in everything["results"]] == [C]
+
+
+def test_a_tenant_nobody_knows_is_refused_where_pages_are_listed_or_cleared(client: Client) -> None:
+    for verb in (client.pages_ls, client.pages_clear):
+        with pytest.raises(ClientError, match="unknown tenant 'acne'") as refused:
+            verb(tenant="acne")
+        assert refused.value.status == "PERMISSION_DENIED"
+
+
+def test_a_tenant_that_the_configuration_lost_goes_by_its_digest(served: Served, client: Client) -> None:
+    port = served.cache.nodes[0].port
+    port.pages_held[B] = page_info(B, TierName.SSD, "n0", "gone")  # type: ignore[attr-defined]
+    digest = tenant_digest("gone").hex()
+
+    [page] = client.pages_ls(tenant=digest.upper())
+    assert (page["key"], page["owner"], page["tenant"]) == (B, "n0", digest)
+    assert client.pages_clear(tenant=digest) == {"results": [], "counts": {"ACCEPTED": 1}}
+    assert {page["key"] for page in client.pages_ls(tenant=tenant_digest("default").hex())} == {A, B}
 
 
 def test_explain_tells_what_the_worker_remembers(client: Client) -> None:

@@ -155,7 +155,7 @@ def test_requests_cross_real_processes_and_a_killed_workers_fail_at_once(cluster
         # A node dies, and is found dead when asked.
         ray.kill(node)
         assert eventually(lambda: client.status()["nodes"][0]["health"] == "dead")
-        assert client.stats()["requests"] == 2
+        assert client.stats()["requests"] == 4
 
     ray.get(gateway.stop.remote(1.0), timeout=30)
     with pytest.raises(ClientError, match="nothing answers"):

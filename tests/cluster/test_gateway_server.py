@@ -10,12 +10,14 @@ import grpc
 import pytest
 import trustme
 from gateway_kit import Served, eventually, serving
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvtier.cli.client import ClientError, TLSFiles, completion, connect
 from kvtier.cluster.config import GrpcConfig, TLSConfig
 from kvtier.cluster.gateway_server import GatewayError
+from kvtier.proto import cache_pb2, inference_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -170,6 +172,33 @@ def test_reflection_lists_the_services() -> None:
 
         names = {service.name for service in reply.list_services_response.service}
         assert {"kvtier.v1.Inference", "kvtier.v1.Cache", "grpc.health.v1.Health"} <= names
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        method
+        for module in (inference_pb2, cache_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ],
+    ids=lambda method: method.full_name,
+)
+def test_bytes_that_are_no_message_of_the_method_are_the_clients_error(method: MethodDescriptor) -> None:
+    with serving() as served, grpc.insecure_channel(served.endpoint) as channel:
+        kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+        path = f"/{method.containing_service.full_name}/{method.name}"
+
+        with pytest.raises(grpc.RpcError) as refused:
+            list(kind(path)(b"\xff\xff\xff no message of ours", timeout=30))
+
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == f"the message is no request of {method.name}"
+        with connect(served.endpoint) as client:
+            assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
 
 
 # ---- keep-alive ------------------------------------------------------------------------------------------------------

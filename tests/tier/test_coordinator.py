@@ -363,6 +363,86 @@ def test_another_identity_is_named_by_the_field_that_differs_within_a_tenant_onl
     assert dict(world.saved_roots).keys() == {old, new}
 
 
+OLD, NEW = {"weights": "w", "epoch": "0"}, {"weights": "w", "epoch": "1"}
+CONTENT = b"c" * 16
+
+
+def world_of_two_identities(limits: Limits | None = None) -> World:
+    """Page "a" is stored under NEW, and "z", with the same tokens, was under OLD."""
+    world = World(num_slots=8, ssd_slots=8, limits=limits)
+    for name, fields, path in (("w0", OLD, "z"), ("w1", NEW, "a")):
+        worker = world.connect(name, fields=fields)
+        world.want(worker, 1)
+        world.store(worker, TENANT, path, content=CONTENT, root=root_key(fields))
+        world.finish_all()
+    return world
+
+
+def why_missing(world: World, path: str, fields: dict[str, str], tenant: str = TENANT) -> tuple[str, str]:
+    worker = world.connect("asks", fields=fields)
+    missing = world.locate(worker, "r", tenant, path, content=CONTENT, root=root_key(fields)).missing
+    assert missing is not None
+    world.die(worker)
+    return missing.reason, missing.detail
+
+
+def test_a_page_evicted_before_a_restart_is_not_blamed_on_another_identity() -> None:
+    world = world_of_two_identities()
+    evict_all(world, "a", TierName.HOST)
+    evict_all(world, "a", TierName.SSD)
+    world.finish_all()
+    assert why_missing(world, "a", NEW)[0] == "evicted"
+    world.tell(Quiesce())
+    world.finish_all()
+
+    after = World(
+        8,
+        8,
+        recovered=list(world.catalogue.values()),
+        disk=world.disk,
+        roots=world.saved_roots,
+        stored_before=world.saved_before,
+    )
+
+    reason, detail = why_missing(after, "a", NEW)
+    assert reason == "evicted"
+    assert detail == "stored before under this identity; when and why it left is not known any more"
+    assert why_missing(after, "a", NEW, tenant="eve")[0] == "never_stored"
+    assert why_missing(after, "b", NEW)[0] == "never_stored", "another page of a known prompt and identity"
+    third = why_missing(after, "c", {**NEW, "epoch": "2"})
+    assert third[0] == "identity_differs" and "epoch is '2'" in third[1]
+
+
+def test_a_page_whose_place_in_l4_is_gone_at_the_start_is_lost() -> None:
+    world = world_of_two_identities()
+    lost = world.catalogue.pop((key_of(TENANT, "a"), "bf16"))
+
+    after = World(8, 8, recovered=list(world.catalogue.values()), lost=[lost], disk=world.disk)
+
+    reason, detail = why_missing(after, "a", NEW)
+    assert reason == "lost" and "gone when the node started at 2001-" in detail
+    worker = after.connect("w1", fields=NEW)
+    after.want(worker, 1)
+    after.store(worker, TENANT, "a", content=CONTENT, root=root_key(NEW))
+    assert len(after.locate(worker, "r", TENANT, "a").host) == 1
+
+
+def test_a_cleared_tenants_prompts_are_forgotten_over_a_restart_too() -> None:
+    world = world_of_two_identities()
+    world.tell(Quiesce())
+    assert world.saved_before.contents and world.saved_before.first_pages
+
+    world.ask(Clear, tenant_of(TENANT))
+
+    assert world.saved_before.contents == world.saved_before.first_pages == ()
+
+
+def test_what_was_stored_is_saved_every_so_many_prompts() -> None:
+    world = world_of_two_identities(Limits(contents_unsaved=2))
+    assert len(world.saved_before.first_pages) == 2
+    assert world.saved_before.contents == ((tenant_of(TENANT), CONTENT, (root_key(OLD), root_key(NEW))),)
+
+
 def test_a_dead_workers_slots_and_leases_come_back() -> None:
     world, worker = world_with("abcd", num_slots=8)
     world.want(worker, 2)
@@ -632,7 +712,7 @@ READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missi
 WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io"]
 TIERS = [None, TierName.HOST, TierName.SSD]
 COSTS = [0.0, 0.0, 1e-7, 1e-5]
-FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, roots=2, persist_every=3)
+FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, contents_unsaved=2, roots=2, persist_every=3)
 
 
 class Actors:

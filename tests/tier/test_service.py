@@ -14,9 +14,10 @@ import pytest
 from node_kit import FIELDS, PAYLOAD_BYTES, SLOT_BYTES, Peer, running, wait_until
 
 from kvtier.tier.base import Outcome, Place
-from kvtier.tier.mover import load_roots
+from kvtier.tier.events import StoredBefore
+from kvtier.tier.mover import load_roots, load_stored_before
 from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
-from kvtier.tier.service import CacheService, ServiceStopped
+from kvtier.tier.service import STAGING_SLOTS, CacheService, ServiceStopped
 from kvtier.tier.ssd import SsdTier
 
 both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
@@ -333,22 +334,111 @@ def test_a_miss_after_a_change_of_identity_names_the_field(tmp_path: Path) -> No
         peer.close()
 
 
+def test_a_change_of_the_page_size_is_named_like_any_other_field(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path, fields={**FIELDS, "page_tokens": "16"})
+        peer.store(0, 4)
+        settle(service)
+        peer.close()
+
+    with running(tmp_path):
+        peer = Peer(tmp_path, fields={**FIELDS, "page_tokens": "64"}, page_tokens=64)
+        _, missing = peer.fetch(0, 1)
+
+        assert missing is not None and missing.reason == "identity_differs"
+        assert missing.detail.endswith("page_tokens is '64', stored with '16'")
+        peer.close()
+
+
+def test_a_page_evicted_before_a_restart_is_known_to_have_been_there(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        other, peer = Peer(tmp_path, "w0", fields={**FIELDS, "epoch": "1"}), Peer(tmp_path, "w1")
+        other.store(0, 2)
+        keys = peer.store(0, 2)
+        settle(service)
+        service.evict(keys)
+        other.close()
+        peer.close()
+
+    with running(tmp_path):
+        peer = Peer(tmp_path)
+        _, missing = peer.fetch(0, 2)
+
+        assert missing is not None and missing.reason == "evicted"
+        assert missing.detail.startswith("stored before under this identity")
+        peer.close()
+
+
+def test_pages_whose_slab_file_is_gone_are_lost_and_said_to_be(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 2)
+        settle(service)
+        peer.close()
+    for slab in (tmp_path / "l4").glob("slab-*"):
+        slab.unlink()
+
+    with running(tmp_path):
+        peer = Peer(tmp_path)
+        _, missing = peer.fetch(0, 2)
+
+        assert missing is not None and missing.reason == "lost"
+        assert "was gone when the node started" in missing.detail
+        peer.close()
+
+
 @pytest.mark.parametrize("content", [b"", b"no json", b'{"zz": {}}', b"[1]"])
-def test_a_damaged_table_of_identities_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
+def test_damaged_tables_that_explain_misses_are_empty_ones(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "roots.json").write_bytes(content)
-    assert load_roots(tmp_path / "roots.json") == []
+    (tmp_path / "stored.msgpack").write_bytes(content)
+    assert load_roots(tmp_path) == []
+    assert load_stored_before(tmp_path) == StoredBefore()
+
+
+def test_all_files_of_l4_are_the_users_own_even_in_a_folder_open_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "l4"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 2)
+        settle(service)
+        peer.close()
+
+    assert folder.stat().st_mode & 0o777 == 0o755
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert set(modes.values()) == {0o600} and {"roots.json", "stored.msgpack", "layout"} <= modes.keys()
 
 
 @pytest.mark.parametrize("l3_pages", [0, 1])
-def test_without_l3_the_node_serves_and_all_is_a_miss(tmp_path: Path, l3_pages: int) -> None:
-    with running(tmp_path, l3_pages=l3_pages) as service:
+def test_without_l3_and_l4_the_node_serves_and_all_is_a_miss(tmp_path: Path, l3_pages: int) -> None:
+    with running(tmp_path, l3_pages=l3_pages, l4_bytes=0) as service:
         peer = Peer(tmp_path)
         pages, missing = peer.fetch(0, 2)
 
         assert pages == [] and missing is not None and missing.reason == "cache_off"
         assert peer.client.slab is None and peer.client.welcome.slab_bytes == 0
-        assert any("L3 is off" in note for note in service.notes())
+        assert [note for note in service.notes() if "L3 is off" in note] == service.notes()
+        assert len(service.notes()) == l3_pages  # what is turned off by 0 needs no note
         assert service.idle() and service.verify() == [] and service.clear() == []
+        peer.close()
+
+
+@pytest.mark.parametrize("l3_pages", [0, 1])
+def test_l4_without_l3_is_reached_through_a_few_slots(tmp_path: Path, l3_pages: int) -> None:
+    with running(tmp_path, l3_pages=l3_pages) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 30)
+        settle(service)
+
+        pages, missing = peer.fetch(0, 30)
+
+        assert len(pages) == 30 and missing is None
+        assert service.stats().tiers[TierName.HOST].capacity_bytes == STAGING_SLOTS * SLOT_BYTES
+        assert pages_in(service, TierName.SSD) == 30
+        (note,) = service.notes()
+        assert note.startswith(f"L3 is {STAGING_SLOTS} pages, to reach L4 through")
+        settle(service)
         peer.close()
 
 

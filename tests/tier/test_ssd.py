@@ -513,6 +513,78 @@ def test_an_unreadable_layout_starts_empty_and_is_said(tmp_path: Path, content: 
     again.close()
 
 
+def modes(folder: Path) -> dict[str, int]:
+    return {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "lock", "layout", "catalogue.mdb/inner"])
+@pytest.mark.parametrize("store", STORES)
+def test_a_folder_of_other_things_is_refused_and_left_as_it_was(
+    tmp_path: Path, store: Store, name: str
+) -> None:
+    folder = tmp_path / "l4"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("dear diary")
+    (folder / "another.txt").write_text("mine")
+    folder.chmod(0o755)
+    before = modes(folder)
+
+    with pytest.raises(
+        ValueError, match=f"{folder} is not empty and holds no kvtier pages: name an empty folder"
+    ):
+        open_l4(tmp_path, store)
+
+    assert modes(folder) == before and stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert (folder / name).read_text() == "dear diary"
+
+
+@pytest.mark.parametrize("name", ["lock", "layout"])
+def test_one_file_by_a_name_of_ours_does_not_make_a_folder_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / "l4").mkdir()
+    (tmp_path / "l4" / name).write_text("dear diary")
+
+    with pytest.raises(ValueError, match="holds no kvtier pages"):
+        open_l4(tmp_path)
+
+    assert (tmp_path / "l4" / name).read_text() == "dear diary"
+
+
+@pytest.mark.parametrize("within", [[], ["lost+found"], ["lock"]])
+def test_an_empty_folder_keeps_its_mode_and_a_new_one_is_the_users_own(
+    tmp_path: Path, within: list[str]
+) -> None:
+    folder = tmp_path / "l4"
+    folder.mkdir()
+    for name in within:  # a new file system, or a first start that was cut short
+        (folder / name).write_text("123\n")
+    folder.chmod(0o755)
+
+    open_l4(tmp_path).close()
+    open_l4(tmp_path / "new").close()
+
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert set(modes(folder).values()) - {0o644} == {0o600}
+    assert stat.S_IMODE((tmp_path / "new" / "l4").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_other_files_beside_ours_stay_even_when_it_starts_empty(tmp_path: Path, store: Store) -> None:
+    tier = open_l4(tmp_path, store)
+    fill(tier, range(3))
+    tier.close()
+    (tmp_path / "l4" / "notes.txt").write_text("mine")
+    again = open_l4(tmp_path, store)
+    assert recovered_numbers(again, range(3)) == [0, 1, 2]
+    again.close()
+    (tmp_path / "l4" / "layout").write_bytes(b"damaged")
+
+    fresh = open_l4(tmp_path, store)
+
+    assert fresh.recovered == [] and len(fresh.notes) == 1
+    assert (tmp_path / "l4" / "notes.txt").read_text() == "mine"
+    fresh.close()
+
+
 def test_a_later_format_version_starts_empty_and_is_said(tmp_path: Path) -> None:
     tier = open_l4(tmp_path)
     fill(tier, range(3))

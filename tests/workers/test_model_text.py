@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,59 @@ def test_text_streamed_by_pieces_is_the_text_and_never_broken(piece_text: Text, 
 
     assert "".join(pieces) == piece_text.decode(ids)
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@_SAME_FOLDER
+@given(text=st.text(max_size=60) | st.text(alphabet="ab <|>im_endstart\n", max_size=60))
+def test_ids_are_those_of_the_tokenizers_plain_encoding_and_fit_their_own_number(
+    byte_text: Text, piece_text: Text, text: str
+) -> None:
+    for model_text in (byte_text, piece_text):
+        ids = model_text.encode(text)
+
+        assert ids == model_text._tokenizer.backend_tokenizer.encode(text).ids
+        assert model_text.encode(text, max_tokens=len(ids)) == ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_text: Text) -> None:
+    go, ran = threading.Event(), threading.Event()
+
+    def other() -> None:
+        go.wait(30)
+        ran.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody takes the lock from the encoding thread: it must give it away
+    try:
+        go.set()
+        byte_text.encode("ab " * 200_000)
+        is_shared = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join(30)
+
+    assert is_shared
+
+
+def test_text_that_no_tokens_of_the_limit_can_be_is_refused_unread(
+    byte_text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = len("<|im_start|>")
+    with monkeypatch.context() as patch:
+        patch.setattr(byte_text, "_encode", lambda *_, **__: pytest.fail("it was read"))
+        message = f"prompt of {10 * longest + 1} bytes .* max_context 10 .* {longest} bytes are {10 * longest} bytes"
+        with pytest.raises(TextError, match=message):
+            byte_text.encode("x" * (10 * longest + 1), max_tokens=10)
+        with pytest.raises(TextError, match=message):  # counted in bytes
+            byte_text.encode("\N{SNOWMAN}" * (10 * longest // 3) + "x", max_tokens=10)
+        with pytest.raises(TextError, match=message):
+            byte_text.encode_chat([{"role": "user", "content": "x" * (10 * longest + 1)}], max_tokens=10)
+        with pytest.raises(TextError, match="max_context 10"):  # what the template adds counts too
+            byte_text.encode_chat([{"role": "user", "content": ""}] * 10, max_tokens=10)
+
+    assert byte_text.encode("<|im_start|>" * 10, max_tokens=10) == [IM_START] * 10
 
 
 def test_a_character_cut_short_comes_as_a_replacement_at_the_end(byte_text: Text, piece_text: Text) -> None:

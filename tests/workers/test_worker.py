@@ -608,6 +608,15 @@ def test_a_request_that_l1_can_never_hold_is_refused(tiny_llama: Path) -> None:
         assert len(client.generate(prompt(60), max_tokens=5).tokens) == 5
 
 
+def test_the_context_that_is_named_is_what_l1_can_hold(tiny_llama: Path, roomy: Slowed) -> None:
+    with serving(tiny_runner(tiny_llama, 4)) as client:
+        context = client.worker.info().max_context
+        assert context == 4 * PAGE_TOKENS
+        assert len(client.generate(prompt(context - 1), max_tokens=1).tokens) == 1
+    with serving(roomy) as client:
+        assert client.worker.info().max_context == 2048
+
+
 def test_a_full_queue_refuses(roomy: Slowed) -> None:
     with serving(roomy, max_waiting=3, max_sequences=1) as client:
         gate = Gate(roomy)
@@ -714,6 +723,39 @@ def test_explain_without_a_node_tells_what_l1_evicted(tiny_llama: Path) -> None:
     assert told is not None
     assert told.notes[0].reason == "evicted"
     assert "L1" in told.notes[0].detail
+
+
+def test_explain_with_a_node_that_caches_nothing_tells_what_l1_evicted(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with (
+        caching(tmp_path, l3_pages=0, l4_bytes=0),
+        serving(tiny_runner(tiny_llama, 8), tmp_path / "s") as client,
+    ):
+        client.generate(prompt(100))
+        client.generate(prompt(110, seed=1))
+        name = client.send(prompt(100))
+        client.result(name)
+        told = client.worker.explain(name)
+
+    assert told is not None
+    assert told.notes[0].reason == "evicted"
+    assert "L1" in told.notes[0].detail
+
+
+def test_explain_names_a_page_size_that_differs(roomy: Slowed, tiny_llama: Path, tmp_path: Path) -> None:
+    with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
+        client.generate(prompt(100))
+        settle(client.worker, service)
+    large = tiny_runner(tiny_llama, 64, page_tokens=64)
+    with caching(tmp_path, payload_bytes=large.spec.nbytes), serving(large, tmp_path / "s") as client:
+        name = client.send(prompt(100))
+        client.result(name)
+        told = client.worker.explain(name)
+
+    assert told is not None
+    assert told.notes[0].reason == "identity_differs"
+    assert "page_tokens is '64', stored with '16'" in told.notes[0].detail
 
 
 def test_pinned_pages_are_not_evicted(tiny_llama: Path) -> None:

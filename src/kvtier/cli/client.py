@@ -306,10 +306,13 @@ def _extend(sequences: dict[int, dict[str, Any]], chunk: Chunk) -> None:
 
 def _message(kind: Callable[..., Any], **fields: Any) -> Any:
     """A protobuf message; ClientError for a value that its field can't hold."""
-    try:
-        return kind(**{name: value for name, value in fields.items() if value is not None})
-    except (ValueError, TypeError) as error:
-        raise ClientError(f"bad value in {kind.__name__}: {error}", _USAGE) from error
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name, value in given.items():
+        try:
+            kind(**{name: value})
+        except (ValueError, TypeError) as error:
+            raise ClientError(f"bad value for {name}: {error}", _USAGE) from error
+    return kind(**given)
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:

@@ -99,9 +99,27 @@ def settings(file: Path | None, overrides: Sequence[str]) -> Config:
     from kvtier.cluster.config import ConfigError, load_config
 
     try:
-        return load_config(file or default_config(), tuple(overrides))
+        return _with_absolute_paths(load_config(file or default_config(), tuple(overrides)))
     except ConfigError as error:
         raise CliError(str(error), 2) from error
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Paths relative to the current folder must mean the same to commands that are run in other folders."""
+    from kvtier.workers.model_store import known
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else ""
+
+    model, l4, tls = config.model, config.tiers.l4, config.grpc.tls
+    if not known(model.path) and model.path and Path(model.path).expanduser().exists():
+        model = model.model_copy(update={"path": absolute(model.path)})
+    if tls:
+        files = {name: absolute(getattr(tls, name)) for name in ("cert", "key", "client_ca")}
+        tls = tls.model_copy(update=files)
+    tiers = config.tiers.model_copy(update={"l4": l4.model_copy(update={"path": absolute(l4.path)})})
+    grpc = config.grpc.model_copy(update={"tls": tls})
+    return config.model_copy(update={"model": model, "tiers": tiers, "grpc": grpc})
 
 
 def default_config() -> Path:

@@ -21,7 +21,7 @@ import typer
 from kvtier.cli.common import CliError, human_bytes, out, print_json, settings, state_dir, table
 from kvtier.cli.connection import JsonOption
 from kvtier.cli.state import StateFolder
-from kvtier.cli.supervisor import port_taken
+from kvtier.cli.supervisor import cannot_listen
 from kvtier.cli.up import SetOption
 from kvtier.workers.model_store import default_cache, known, list_models
 
@@ -205,8 +205,8 @@ def _port(config: Config) -> list[Check]:
         return [
             Check("port", "ok", f"{running.endpoint} is served by the running deployment (pid {running.pid})")
         ]
-    if reason := port_taken(host, port):
-        return [Check("port", "fail", reason, "another one: --set grpc.port=0 takes any free")]
+    if problem := cannot_listen(host, port):
+        return [Check("port", "fail", *problem)]
     return [Check("port", "ok", f"{host}:{port} is free")]
 
 

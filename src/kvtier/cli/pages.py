@@ -16,6 +16,7 @@ KeysArgument = Annotated[
 TierChoice = Literal["L1", "L2", "L3", "L4", "remote"]
 
 _SHOWN_DIGITS = 16
+_LONG = ("key", "root", "parent")
 _GOOD = ("ACCEPTED", "DEFERRED")
 
 
@@ -69,9 +70,12 @@ def show(
     if as_json:
         print_json(copies)
         return
-    names = list(copies[0]) if copies else []
-    rows = [[name, *(str(copy[name]) for copy in copies)] for name in names if name != "tier"]
-    out.print(table(None, ("", *(copy["tier"] for copy in copies)), rows))
+    values = {name: [str(copy[name]) for copy in copies] for name in (copies[0] if copies else ())}
+    for name in _LONG:  # columns would cut them off
+        if len(set(values.get(name, ()))) == 1:
+            out.print(f"{name:7} {values.pop(name)[0] or '-'}", soft_wrap=True, markup=False)
+    tiers = values.pop("tier", [])
+    out.print(table(None, ("", *tiers), [[name, *row] for name, row in values.items()]))
 
 
 def pin(
@@ -161,7 +165,8 @@ def verify(
       kvtier pages verify
     """
     with connected(endpoint, tls) as client:
-        _report(client.pages_verify(keys or ()), as_json)
+        complaint = "damaged and dropped, or not held" if keys else "damaged and dropped"
+        _report(client.pages_verify(keys or ()), as_json, f"were {complaint}", good=("ACCEPTED",))
 
 
 def _print_copies(rows: Sequence[dict[str, Any]]) -> None:
@@ -189,8 +194,13 @@ def _state(row: dict[str, Any]) -> str:
     return f"{row['state']}{pinned}{readers}"
 
 
-def _report(done: dict[str, Any], as_json: bool) -> None:
-    """Print what became of each key; the command fails when anything was not done."""
+def _report(
+    done: dict[str, Any],
+    as_json: bool,
+    complaint: str = "were not done as asked (see the outcomes)",
+    good: Sequence[str] = _GOOD,
+) -> None:
+    """Print what became of each key; the command fails, with the complaint, when an outcome is not a good one."""
     if as_json:
         print_json(done)
     else:
@@ -208,8 +218,6 @@ def _report(done: dict[str, Any], as_json: bool) -> None:
             f"{number:,} {outcome}" for outcome, number in sorted(done["counts"].items()) if number
         )
         out.print(said or "no pages")
-    failed = sum(number for outcome, number in done["counts"].items() if outcome not in _GOOD)
+    failed = sum(number for outcome, number in done["counts"].items() if outcome not in good)
     if failed:
-        raise CliError(
-            f"{failed:,} of {sum(done['counts'].values()):,} pages: not done as asked (see the outcomes)"
-        )
+        raise CliError(f"{failed:,} of {sum(done['counts'].values()):,} pages {complaint}")

@@ -114,16 +114,25 @@ class StateFolder:
             os.replace(self.log, self.log.with_suffix(".log.1"))
         return self.log.open("wb")
 
+    def clean_up(self) -> str:
+        """End and remove what a supervisor that was killed has left, if none lives now; a sentence, "" if nothing was."""
+        if not self._record.exists() or not self.claim():
+            return ""
+        dead = self.read()
+        said = f"the deployment was killed (pid {dead.pid}): {clean_up_after(dead)}" if dead else ""
+        self.release()
+        return said
+
     def running(self) -> Deployment | None:
         """The record of the deployment that is alive."""
         return self.read() if self.is_alive() else None
 
 
-def clean_up_after(dead: Deployment) -> list[str]:
-    """End what a supervisor that was killed has left behind; says what, one phrase each."""
+def clean_up_after(dead: Deployment) -> str:
+    """End what a supervisor that was killed has left behind; says what."""
     said = []
     if ended := end(dead.processes):
         said.append(f"ended {ended} of its processes")
     if dead.ray_dir and remove(Path(dead.ray_dir)):
         said.append("removed its Ray session")
-    return said
+    return ", ".join(said) or "it had left nothing running"

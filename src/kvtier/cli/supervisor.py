@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -28,16 +29,19 @@ if TYPE_CHECKING:
 _WATCH_S = 1.0  # how often it looks whether all parts live
 
 
-def port_taken(host: str, port: int) -> str:
-    """Why nothing can listen there; "" when it can."""
+def cannot_listen(host: str, port: int) -> tuple[str, str] | None:
+    """Why nothing can listen there, and the way out; None when it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        return f"can't listen on {host}:{port}: {error.strerror}"
-    return ""
+        reason = f"can't listen on {host}:{port}: {error.strerror}"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return reason, "--set grpc.port=0 takes any free one"
+        return reason, "grpc.host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
+    return None
 
 
 class View(Protocol):
@@ -106,13 +110,13 @@ class Supervisor:
                 f"can't use the state folder {self._folder.folder} ({error.strerror}); set KVTIER_STATE to another"
             ) from error
         if dead := self._folder.read():
-            found = ", ".join(clean_up_after(dead)) or "it had left nothing running"
+            found = clean_up_after(dead)
             self._view.notice(f"the deployment before this one was killed (pid {dead.pid}): {found}")
         self._folder.write(self._record)
 
     def _start(self) -> None:
-        if reason := port_taken(self._config.grpc.host, self._config.grpc.port):
-            raise CliError(f"{reason}; --set grpc.port=0 takes any free one")
+        if problem := cannot_listen(self._config.grpc.host, self._config.grpc.port):
+            raise CliError("; ".join(problem))
         try:
             model = resolve(self._config.model.path, default_cache(), self._step)
         except ModelError as error:
@@ -122,7 +126,9 @@ class Supervisor:
         # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes.
         self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
         self._folder.write(self._record)
-        prepare(os.environ)  # before the import of Ray, which reads it
+        prepare(
+            os.environ, loopback=self._config.ray.address == "local"
+        )  # before Ray's import, which reads it
         from kvtier.cluster.launch import Launched, LaunchError
 
         try:
@@ -135,6 +141,8 @@ class Supervisor:
         self._record.processes = descendants()
         self._record.phase, self._record.step = "ready", ""
         self._folder.write(self._record)
+        for note in self._launched.notes:
+            self._view.notice(note)
 
     def _compile_kernels(self) -> None:
         """Here rather than in the worker, because the first time takes long enough to be told."""
@@ -212,4 +220,5 @@ class Supervisor:
             shutil.copytree(Path(self._record.ray_dir) / "session_latest" / "logs", kept)
         except (OSError, shutil.Error):
             return sentence
+        kept.chmod(0o700)  # Ray's own is open to all
         return f"{sentence}; logs are in {kept}"

@@ -79,7 +79,7 @@ def up(
 
 
 def down() -> None:
-    """Stop the service that `kvtier up` has started.
+    """Stop the service that `kvtier up` has started, or clean up after one that was killed.
 
     Running requests end, pages that are not on SSD yet are saved (for at most 30 s), and nothing is left behind.
 
@@ -88,11 +88,14 @@ def down() -> None:
       kvtier down
     """
     folder = StateFolder(state_dir())
-    if not folder.is_alive():
-        raise CliError("no deployment is running here (state folder: " + str(folder.folder) + ")")
-    with steps() as progress:
-        _stop_and_wait(folder, progress)
-    err.print("stopped")
+    if folder.is_alive():
+        with steps() as progress:
+            _stop_and_wait(folder, progress)
+        err.print("stopped")
+    elif dead := folder.clean_up():
+        err.print(dead, soft_wrap=True, markup=False)
+    else:
+        raise CliError(f"no deployment is running here (state folder: {folder.folder})")
 
 
 def _stop_and_wait(folder: StateFolder, progress: Steps) -> None:
@@ -125,7 +128,7 @@ class _Foreground:
         self._steps(step, done, total)
 
     def notice(self, text: str) -> None:
-        err.print(text, style="yellow", soft_wrap=True)
+        err.print(text, style="yellow", soft_wrap=True, markup=False)
 
     def ready(self, record: Deployment) -> None:
         self._steps.close()
@@ -211,7 +214,7 @@ def _follow(pipe: IO[str], progress: Steps) -> bool:
         if told.get("ready"):
             return True
         if "notice" in told:
-            err.print(told["notice"], style="yellow", soft_wrap=True)
+            err.print(told["notice"], style="yellow", soft_wrap=True, markup=False)
         else:
             progress(told["step"], told["done"], told["total"])
     return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from kvtier.cli.client import Client
 from kvtier.cli.common import human_bytes, human_count, out, print_json, share, table
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
 
@@ -48,7 +50,7 @@ def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOpti
     out.print(table(None, ("what", "id", "node", "pid", "role", "health"), rows, right=("pid",)))
     for node in now["nodes"]:
         for note in node.get("notes", ()):
-            out.print(f"{node['id']}: {note}", style="yellow")
+            out.print(f"{node['id']}: {note}", style="yellow", soft_wrap=True, markup=False)
 
 
 def _health(row: dict[str, Any]) -> str:
@@ -72,21 +74,27 @@ def stats(
       kvtier stats --watch
       kvtier stats --json | jq .tiers.L3.hit_rate
     """
+    if watch:
+        with (
+            suppress(KeyboardInterrupt),
+            connected(endpoint, tls) as client,
+        ):  # Ctrl-C is how it is meant to end
+            _watch(client, interval, as_json)
+        return
     with connected(endpoint, tls) as client:
-        if not watch:
-            now = client.stats()
-            print_json(now) if as_json else out.print(stats_view(now))
-            return
-        if as_json:
-            while True:
-                print(json.dumps(client.stats()), flush=True)
-                time.sleep(interval)
-        with Live(
-            stats_view(client.stats()), console=out, auto_refresh=False, screen=out.is_terminal
-        ) as live:
-            while True:
-                time.sleep(interval)
-                live.update(stats_view(client.stats()), refresh=True)
+        now = client.stats()
+    print_json(now) if as_json else out.print(stats_view(now))
+
+
+def _watch(client: Client, interval: float, as_json: bool) -> NoReturn:
+    if as_json:
+        while True:
+            print(json.dumps(client.stats()), flush=True)
+            time.sleep(interval)
+    with Live(stats_view(client.stats()), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+        while True:
+            time.sleep(interval)
+            live.update(stats_view(client.stats()), refresh=True)
 
 
 def stats_view(now: dict[str, Any]) -> RenderableType:
