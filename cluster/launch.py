@@ -117,26 +117,26 @@ class Launched:
 
     def died(self) -> list[str]:
         """Parts that have died since the last call. Ray starts the cache node again; requests go on without it."""
-        self._find_node_again()
         parts = [part for part in (self._node, *self._workers, self._gateway) if part and part.process]
         gone = [part for part in parts if not part.is_alive]
         for part in gone:
             part.process = None
         return [part.name for part in gone]
 
-    def _find_node_again(self) -> None:
-        """Learn the process of a cache node that Ray has started again, without waiting for it."""
+    def came_back(self) -> list[str]:
+        """The cache node, once when Ray has started it again; from then on `died` watches it. Doesn't wait for it."""
         node = self._node
         if node is None or node.process:
-            return
+            return []
         if node.asked is None:
             node.asked = node.handle.info.remote()
         if not ray.wait([node.asked], timeout=0)[0]:
-            return
+            return []
         answer, node.asked = node.asked, None
         # Where it is not there yet, or gone again, the next look asks anew.
         with suppress(RayError, psutil.NoSuchProcess):
             node.process = _stamp(ray.get(answer)["pid"])
+        return [node.name] if node.process else []
 
     def can_serve(self) -> bool:
         """Whether the gateway and at least one worker live."""

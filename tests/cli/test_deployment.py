@@ -288,8 +288,8 @@ def test_requests_go_on_while_the_cache_node_is_dead_and_it_comes_back(up: Shell
         [node] = up.json("status")["nodes"]
         return int(node["pid"]) if node["health"] == "healthy" else 0
 
-    def is_noted(deaths: int) -> bool:
-        return log.read_text().count("cache node node-0 died") == deaths
+    def is_noted(deaths: int, what: str = "died") -> bool:
+        return log.read_text().count(f"cache node node-0 {what}") == deaths
 
     for deaths in (1, 2):
         psutil.Process(wait_for(healthy_pid, "the cache node to answer")).kill()
@@ -297,6 +297,7 @@ def test_requests_go_on_while_the_cache_node_is_dead_and_it_comes_back(up: Shell
 
         assert during["token_ids"] == before["token_ids"]
         wait_for(partial(is_noted, deaths), f"notice {deaths} of its death")
+        wait_for(partial(is_noted, deaths, "runs again"), f"notice {deaths} of its return")
     wait_for(healthy_pid, "the cache node to answer again")
 
 

@@ -157,6 +157,8 @@ class Supervisor:
         assert self._launched is not None
         while not self._signals:
             select.select([self._woken], [], [], _WATCH_S)
+            for name in self._launched.came_back():
+                self._view.notice(f"{name} runs again")
             for name in self._launched.died():
                 self._view.notice(f"{name} died")
                 if not self._launched.can_serve():
