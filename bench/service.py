@@ -64,15 +64,18 @@ class Service:
         self.client.pages_evict((), tier=tier)
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Wait until what was written through has reached L4: as many pages there as in L3."""
+        """Wait until write-through is over: nothing has moved between the tiers for a while."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            tiers = self.client.stats()["tiers"]
-            if tiers["L4"]["pages"] >= tiers["L3"]["pages"] > 0:
-                return
+        before = None
+        while before != (now := self._moved()):
             if time.monotonic() > deadline:
-                raise SystemExit(f"pages did not reach L4 in {timeout_s:.0f} s: {tiers}")
-            time.sleep(0.05)
+                raise SystemExit(f"pages still move after {timeout_s:.0f} s: {now}")
+            before = now
+            time.sleep(0.3)
+
+    def _moved(self) -> list[int]:
+        tiers = self.client.stats()["tiers"]
+        return [tiers[name][counter] for name in ("L1", "L3", "L4") for counter in ("bytes_in", "bytes_out")]
 
     # ---- measurements ----
 

@@ -143,11 +143,12 @@ def main() -> None:
                 for _ in range(2):
                     note("vLLM hit", peer.ask(op="ttft", prompt_tokens=a.prompt, seed=seed)["seconds"])
             print(f"round {number + 1} of {a.rounds}", file=sys.stderr)
-        for _ in range(2):
+        for _ in range(3):
             service.down()
             drop_page_cache()
             service.up()
             service.first_token_s(prompt_ids(fresh.randrange(2**40), a.prompt))
+            service.settle()  # the pages of that prompt are on their way down
             note("L4 after restart", hit(service, prompt, "L4"))
         page = service.client.pages_ls(tier="L1", limit=1)[0]
         page_bytes = page["nbytes"]
