@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -352,16 +351,6 @@ def serving(
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=10)
         loop.close()
-
-
-def eventually(question: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether it becomes true before the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not question():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def folder_digest(folder: Path) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from waiting import until
 
 from kvtier.tier.identity import TokenIds, content_digest, page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.ipc import NodeClient
@@ -61,11 +61,8 @@ def running(
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Polls until it is so, at most DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.002)
+    """Until it is so, at most DEADLINE_S."""
+    until(is_so, "it comes to be", DEADLINE_S)
 
 
 class Peer:

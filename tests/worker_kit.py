@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import until
 
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.page import TierName
@@ -20,14 +21,6 @@ from kvtier.workers.worker import DecodeWorker
 
 PATIENCE_S = 30.0
 PAGE_TOKENS = 16
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds; AssertionError when it doesn't in a long time."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.002)
 
 
 class Result:

@@ -9,7 +9,6 @@ event, whatever the disk or the page's bytes did.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from kvtier.tier.events import (
 from kvtier.tier.host import HostTier
 from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, PageKey, PageMissing, TierName, slot_bytes
 from kvtier.tier.ssd import SsdTier
-from kvtier.tier.ssd_layout import ROOTS_FILE, STORED_FILE
+from kvtier.tier.ssd_layout import ROOTS_FILE, STORED_FILE, replace_file
 
 MAX_WRITES_PER_COMMIT = 16  # pages; a commit waits for the disk, so it is shared
 
@@ -266,7 +265,8 @@ def _runs(batch: Iterable[Write | _Barrier]) -> Iterator[list[WritePage] | _Orde
 
 def save_roots(folder: Path, roots: Sequence[tuple[bytes, dict[str, str]]]) -> None:
     """Replace the table of identities."""
-    _replace(folder / ROOTS_FILE, msgspec.json.encode({root.hex(): fields for root, fields in roots}))
+    table = {root.hex(): fields for root, fields in roots}
+    replace_file(folder / ROOTS_FILE, msgspec.json.encode(table), durable=False)
 
 
 def load_roots(folder: Path) -> list[tuple[bytes, dict[str, str]]]:
@@ -280,7 +280,7 @@ def load_roots(folder: Path) -> list[tuple[bytes, dict[str, str]]]:
 
 def save_stored_before(folder: Path, before: StoredBefore) -> None:
     """Replace the table of prompts."""
-    _replace(folder / STORED_FILE, msgspec.msgpack.encode(before))
+    replace_file(folder / STORED_FILE, msgspec.msgpack.encode(before), durable=False)
 
 
 def load_stored_before(folder: Path) -> StoredBefore:
@@ -289,14 +289,6 @@ def load_stored_before(folder: Path) -> StoredBefore:
         return msgspec.msgpack.decode((folder / STORED_FILE).read_bytes(), type=StoredBefore)
     except (OSError, ValueError):
         return StoredBefore()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    new = path.with_name(f"{path.name}.new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "wb") as file:
-        file.write(content)
-    os.replace(new, path)
 
 
 def _failure(error: OSError | PageCorrupt | PageMissing) -> Failure:

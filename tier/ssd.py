@@ -162,11 +162,11 @@ class SsdTier:
         results: list[OSError | PageCorrupt | None] = [None] * len(pages)
 
         def work() -> None:
-            while todo:
+            while True:
                 try:
                     index, (place, envelope, payload) = todo.popleft()
                 except IndexError:
-                    return  # the other thread took the last one
+                    return  # this thread or the other one took the last page
                 try:
                     self.write(place, envelope, payload)
                 except (OSError, PageCorrupt) as error:

@@ -124,15 +124,8 @@ class Layout:
     def save(self, folder: Path) -> None:
         """Replace the file in one step that a power cut can't split."""
         body = msgspec.json.encode(self)
-        new = folder / f"{LAYOUT_FILE}.new"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, body + b"\n" + xxhash.xxh3_64(body).hexdigest().encode() + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(new, folder / LAYOUT_FILE)
-        sync_folder(folder)
+        checked = body + b"\n" + xxhash.xxh3_64(body).hexdigest().encode() + b"\n"
+        replace_file(folder / LAYOUT_FILE, checked, durable=True)
 
     @classmethod
     def load(cls, folder: Path) -> Layout:
@@ -144,6 +137,20 @@ class Layout:
         if version != FORMAT_VERSION:
             raise ValueError(f"it has format {version}, this program reads {FORMAT_VERSION}")
         return msgspec.json.decode(body, type=cls)
+
+
+def replace_file(path: Path, content: bytes, *, durable: bool) -> None:
+    """Put a small file in the place of another in one step; `durable`: on the disk when this returns."""
+    new = path.with_name(f"{path.name}.new")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(fd)
+    os.replace(new, path)
+    if durable:
+        sync_folder(path.parent)
 
 
 def _lmdb_overhead_bytes(store_bytes: int, slot_bytes: int) -> int:

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from kvtier.workers.model_store import default_cache
 
@@ -121,12 +121,7 @@ def _is_of_a_stranger(name: str) -> bool:
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
     """The condition's first true value."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+    return until(condition, what, DEADLINE_S, every_s=0.05)
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_kit import CONTEXT, EOS, VOCAB_SIZE, Served, eventually, make_byte_tokenizer, serving
+from gateway_kit import CONTEXT, EOS, VOCAB_SIZE, Served, make_byte_tokenizer, serving
+from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 from kvtier.cluster.config import GrpcConfig

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from gateway_kit import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import eventually
 
 from kvtier.cluster.gateway_outputs import OutputReceiver
 from kvtier.workers.api import FinishReason, Output, Timings, TokenLogprobs, Usage

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 import ray
-from gateway_kit import EchoWorker, echo_info, eventually, folder_digest, make_byte_tokenizer
+from gateway_kit import EchoWorker, echo_info, folder_digest, make_byte_tokenizer
+from waiting import eventually
 
 from kvtier.cli.client import ClientError, completion, connect
 from kvtier.cluster.config import GrpcConfig, TenantConfig

@@ -9,10 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from gateway_kit import Served, eventually, serving
+from gateway_kit import Served, serving
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import eventually
 
 from kvtier.cli.client import ClientError, TLSFiles, completion, connect
 from kvtier.cluster.config import GrpcConfig, TLSConfig

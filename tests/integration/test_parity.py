@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_kit import Client, until
+from waiting import until
+from worker_kit import Client
 
 from kvtier.tier.identity import tenant_salt
 from kvtier.workers.runner import Runner, load_runner

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import until
 from worker_kit import (
     PAGE_TOKENS,
     Slowed,
@@ -23,7 +24,6 @@ from worker_kit import (
     sink_to_l3,
     sink_to_l4,
     tiny_runner,
-    until,
 )
 
 from kvtier.tier.base import Outcome

@@ -1,0 +1,24 @@
+"""Waits in tests for what other threads and processes do: polls with a deadline, and says what did not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(question: Callable[[], T], timeout_s: float = 10.0, every_s: float = 0.002) -> T:
+    """The question's first true answer, or its last one when none is true within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := question()) and time.monotonic() <= deadline:
+        time.sleep(every_s)
+    return answer
+
+
+def until(question: Callable[[], T], what: str, patience_s: float = 30.0, every_s: float = 0.002) -> T:
+    """The question's first true answer; AssertionError when there is none within `patience_s`."""
+    answer = eventually(question, patience_s, every_s)
+    assert answer, f"not within {patience_s:g} s: {what}"
+    return answer
