@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 
-.PHONY: help setup test lint demo serve bench clean
+.PHONY: help setup test lint aot demo serve bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ lint: setup  ## ruff (style, imports, format) and mypy (strict)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+aot: setup  ## compile every GPU kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU; fails on spills and slower loops
+	@$(PY) -m kvtier.kernels.aot
 
 demo: setup  ## real chat requests through the tiers, with the table of hits
 	@$(VENV)/bin/kvtier demo

@@ -139,3 +139,16 @@ def finish(tables: Mapping[str, list[Figure]], path: Path | None) -> int:
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
     return int(any(f.reached is False for rows in tables.values() for f in rows))
+
+
+def write_section(path: Path, name: str, lines: list[str]) -> None:
+    """Put lines between the marks of `name` in a Markdown file, at its end where there are none yet."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    text = path.read_text() if path.is_file() else "# GPU results\n"
+    section = "\n".join([begin, "", *lines, "", end])
+    if begin in text and end in text:
+        head, rest = text.split(begin, 1)
+        text = head + section + rest.split(end, 1)[1]
+    else:
+        text = text.rstrip() + "\n\n" + section + "\n"
+    path.write_text(text)

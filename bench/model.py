@@ -21,9 +21,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvtier.kernels.ops import raise_malloc_thresholds
-from kvtier.workers.model import DTYPES, LeanWeights, page_spec, read_shape, rope_tables
-from kvtier.workers.runner import IntArray, Runner, SequenceRows, StepBatch, load_runner
+from kvtier.kernels.ops import make_plan, raise_malloc_thresholds
+from kvtier.workers.formats import DTYPES
+from kvtier.workers.model import page_spec, read_shape
+from kvtier.workers.model_lean import LeanWeights, load_rope
+from kvtier.workers.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
+
+UNIFORM_FORMATS = (
+    "auto",
+    "fp8",
+    "int8",
+    "k8v4",
+    "int4",
+)  # pages are never converted: frames are page numbers
 
 
 class TorchLoop:
@@ -37,7 +47,8 @@ class TorchLoop:
         self.head = self.embedding if weights.head is None else weights.head
         self.layers = [weights.layer(i) for i in range(shape.num_layers)]
         self.gate_up = [torch.cat([w.gate, w.up]) for w in self.layers]
-        self.cos, self.sin = (t.repeat(1, 2).to(dtype) for t in rope_tables(folder, shape, positions))
+        turns = load_rope(folder, shape).rows(np.arange(positions, dtype=np.int32), make_plan([], 1))
+        self.cos, self.sin = (t.repeat(1, 2).to(dtype) for t in turns)
         size = (batch, shape.num_kv_heads, positions, shape.head_dim)
         self.keys = [torch.zeros(size, dtype=dtype) for _ in self.layers]
         self.values = [torch.zeros(size, dtype=dtype) for _ in self.layers]
@@ -80,21 +91,23 @@ class Paged:
     """A runner that serves `batch` sequences at once."""
 
     def __init__(self, runner: Runner, batch: int, positions: int) -> None:
-        pages = -(-positions // runner.spec.page_tokens)
+        pages = -(-positions // runner.page_tokens)
         self.runner = runner
-        self.frames = [np.arange(i * pages, (i + 1) * pages, dtype=np.int32) for i in range(batch)]
+        self.pages = [
+            (GroupPages(np.arange(i * pages, (i + 1) * pages, dtype=np.int32)),) for i in range(batch)
+        ]
 
     def prefill(self, tokens: IntArray) -> None:
         """Tokens [batch, n] from position 0, one sequence after the other."""
-        for ids, frames in zip(tokens, self.frames, strict=False):
+        for ids, pages in zip(tokens, self.pages, strict=False):
             n = len(ids)
-            rows = [SequenceRows(0, n, n, frames)]
+            rows = [SequenceRows(0, n, n, pages)]
             batch = StepBatch(ids, np.arange(n, dtype=np.int32), rows, np.array([n - 1], np.int32))
             self.runner.forward(batch).argmax(-1)
 
     def decode(self, tokens: IntArray, at: int) -> None:
         """One token of each sequence at position `at`."""
-        rows = [SequenceRows(i, 1, at + 1, self.frames[i]) for i in range(len(tokens))]
+        rows = [SequenceRows(i, 1, at + 1, self.pages[i]) for i in range(len(tokens))]
         every = np.arange(len(tokens), dtype=np.int32)
         self.runner.forward(StepBatch(tokens, np.full_like(every, at), rows, every)).argmax(-1)
 
@@ -122,6 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="decode steps of one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--native", default="auto", choices=["auto", "off", "require"])
+    parser.add_argument("--cache-format", default="auto", choices=UNIFORM_FORMATS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     raise_malloc_thresholds()
@@ -140,6 +154,7 @@ def main() -> None:
         max_batch_tokens=max(2048, *contexts),
         epoch=0,
         native=options.native,
+        cache_format=options.cache_format,
     )
     loop = TorchLoop(options.model, DTYPES[options.dtype], max(batches), positions)
     paged = Paged(runner, max(batches), positions)

@@ -97,14 +97,15 @@ def measure(a: argparse.Namespace, page_tokens: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     worker.stop()
     table_bytes = 4 * statistics.mean(entries)
+    page_bytes = sum(group.specs[runner.recipe.write].nbytes for group in runner.groups)
     return {
         "page_tokens": page_tokens,
         "used_over_held": statistics.mean(fills),
         "tokens_per_s": sum(len(p) for p, _ in requests) / seconds + crowd.tokens / seconds,
         "output_tokens_per_s": crowd.tokens / seconds,
-        "page_kib": runner.spec.nbytes / 1024,
+        "page_kib": page_bytes / 1024,
         "table_entries": statistics.mean(entries),
-        "table_share": table_bytes / (statistics.mean(entries) * runner.spec.nbytes),
+        "table_share": table_bytes / (statistics.mean(entries) * page_bytes),
     }
 
 

@@ -30,7 +30,15 @@ from common import Figure, argument_parser, finish, interleave, throughput
 
 from kvtier.tier.base import CatalogueEntry, Place
 from kvtier.tier.host import HostTier
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, page_checksum, slot_bytes
+from kvtier.tier.page import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    Envelope,
+    PageKey,
+    RootKey,
+    page_checksum,
+    slot_bytes,
+)
 from kvtier.tier.ssd import SsdTier, open_ssd
 
 SPEC = b"s" * 16
@@ -63,9 +71,9 @@ class Pages:
                 Envelope(key, "bf16", SPEC, nbytes, checksum, RootKey(bytes(32)), bytes(32), bytes(16), 0, 16)
             )
         size = slot_bytes(nbytes)
-        pages = cls(nbytes, arena, HostTier(count * size, size, pretouch=False), envelopes)
+        pages = cls(nbytes, arena, HostTier(count * size, pretouch=False), envelopes)
         for index, envelope in enumerate(envelopes):
-            pages.host.write(Place(0, index), envelope, arena[index].data)
+            pages.host.write(pages.place(index), envelope, arena[index].data)
         return pages
 
     @property
@@ -73,9 +81,17 @@ class Pages:
         """How many pages."""
         return len(self.envelopes)
 
-    def payload(self, slot: int) -> memoryview:
-        """The payload part of an L3 slot."""
-        return self.host.slot(Place(0, slot))[HEADER_BYTES : HEADER_BYTES + self.nbytes]
+    def place(self, index: int) -> Place:
+        """Where the slots lie in L3, one behind the other."""
+        return Place(0, index * slot_bytes(self.nbytes) // ALIGN_BYTES)
+
+    def slot(self, index: int) -> memoryview:
+        """A slot of L3."""
+        return self.host.slot(self.place(index), self.nbytes)
+
+    def payload(self, index: int) -> memoryview:
+        """The payload part of a slot of L3."""
+        return self.slot(index)[HEADER_BYTES : HEADER_BYTES + self.nbytes]
 
 
 class Turns:
@@ -125,15 +141,15 @@ def bench_host(pages: Pages, rounds: int) -> list[Figure]:
     def sealed_put(i: int) -> None:
         payload, envelope = arena[i].data, envelopes[i]
         checksum = page_checksum(envelope.key, envelope.variant, SPEC, payload)
-        host.write(Place(0, i), replace(envelope, checksum=checksum), payload)
+        host.write(pages.place(i), replace(envelope, checksum=checksum), payload)
 
     def checked_get(i: int) -> None:
-        host.read(Place(0, i), envelopes[i].key, "bf16", landing[i * size : (i + 1) * size])
+        host.read(pages.place(i), envelopes[i].key, "bf16", landing[i * size : (i + 1) * size])
 
     seconds = interleave(
         {
             "memcpy, arena to slots": turns(lambda i: np.copyto(slots[i], arena[i])),
-            "L3 put": turns(lambda i: host.write(Place(0, i), envelopes[i], arena[i].data)),
+            "L3 put": turns(lambda i: host.write(pages.place(i), envelopes[i], arena[i].data)),
             "L3 put, with checksum": turns(sealed_put),
             "memcpy, slots to arena": turns(lambda i: np.copyto(arena[i], slots[i])),
             "L3 get": turns(lambda i: np.copyto(arena[i], np.frombuffer(pages.payload(i), np.uint8))),
@@ -175,7 +191,7 @@ def bench_ssd(pages: Pages, folder: Path, rounds: int) -> list[Figure]:
     plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     os.posix_fallocate(plain, 0, pages.count * size)
     host = pages.host
-    aligned = [host.slot(Place(0, i))[HEADER_BYTES : HEADER_BYTES + whole] for i in range(pages.count)]
+    aligned = [pages.slot(i)[HEADER_BYTES : HEADER_BYTES + whole] for i in range(pages.count)]
 
     def plain_read(i: int) -> None:
         assert os.preadv(plain, [aligned[where[i]]], i * size) == whole
@@ -184,7 +200,7 @@ def bench_ssd(pages: Pages, folder: Path, rounds: int) -> list[Figure]:
         assert os.pwrite(plain, aligned[i], i * size) == whole
 
     def read(i: int) -> None:
-        tier.read(entries[i].place, entries[i].envelope.key, "bf16", host.slot(Place(0, where[i])))
+        tier.read(entries[i].place, entries[i].envelope.key, "bf16", pages.slot(where[i]))
 
     def write(batch: list[int]) -> None:
         refused = tier.write_batch([(entries[i].place, entries[i].envelope, pages.payload(i)) for i in batch])
@@ -197,7 +213,7 @@ def bench_ssd(pages: Pages, folder: Path, rounds: int) -> list[Figure]:
         {"plain O_DIRECT read": turns(plain_read, READERS), "L4 read": turns(read, READERS)}, rounds
     )
     for index, envelope in enumerate(pages.envelopes):  # the reads have shuffled the slots
-        host.write(Place(0, index), envelope, pages.arena[index].data)
+        host.write(pages.place(index), envelope, pages.arena[index].data)
     writes = interleave(
         {"plain O_DIRECT write": turns(plain_write, WRITERS), "L4 write": turns.batches(write)}, rounds
     )

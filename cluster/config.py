@@ -7,11 +7,31 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
+
+CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
+L4Format = Literal["", "fp8", "int8", "int4c"]
+MAX_STREAM_TOKENS = 2**24  # of a sequence with a window, prompt and output together
+
+# What pages of a cache format may still become: a page is quantized to 8 bits once, and from 8 bits to 4 once.
+_L4_FORMATS: dict[str, tuple[str, ...]] = {
+    "auto": ("fp8", "int8", "int4c"),
+    "fp8": ("int4c",),
+    "int8": ("int4c",),
+}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNITS = {
     "": 1,
@@ -62,6 +82,16 @@ class ModelConfig(_Section):
     forward: Literal["auto", "lean", "transformers"] = (
         "auto"  # our fused forward where the architecture is known
     )
+    window: int = Field(default=0, ge=0, le=MAX_STREAM_TOKENS)  # of requests that set none; 0: no window
+    sinks: int = Field(default=0, ge=0)  # first tokens attended beside it
+
+    @model_validator(mode="after")
+    def _sinks_fit_the_window(self) -> Self:
+        if self.sinks and not self.window:
+            raise ValueError(f"sinks {self.sinks} need a window beside them: set model.window too")
+        if self.sinks > self.window:
+            raise ValueError(f"sinks must be at most the window ({self.window} tokens), got {self.sinks}")
+        return self
 
 
 class L1Config(_Section):
@@ -82,6 +112,7 @@ class L4Config(_Section):
     path: str = ""  # folder; default: a folder of this deployment's name under the user's cache folder
     bytes: Bytes = Field(default=4 * 2**30, ge=0)  # budget of all files, free pages included
     store: Literal["slab", "lmdb"] = "slab"  # page bytes in O_DIRECT slab files, or as LMDB values
+    format: L4Format = ""  # pages are kept here in this format only; "": as they are above
 
 
 class TiersConfig(_Section):
@@ -96,8 +127,11 @@ class TiersConfig(_Section):
 
 
 class CacheConfig(_Section):
-    """What of the cache is part of its identity, beside the model."""
+    """How pages are stored and when they are used; `format`, its numbers and `epoch` are part of their identity."""
 
+    format: CacheFormat = "auto"  # auto: the model's own numbers; all others are quantized
+    recent_tokens: int = Field(default=1024, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay, kept in 8 bits
+    sink_tokens: int = Field(default=16, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay: the first ones, likewise
     epoch: int = Field(default=0, ge=0)  # raise it to make all cached pages of this deployment unfindable
     load: Literal["auto", "always"] = "auto"  # auto: a load that measures slower than recompute is not made
     load_deadline_ms: float = Field(default=2000.0, gt=0)  # a load that takes longer loses to recompute
@@ -175,6 +209,29 @@ class Config(_Section):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"there must be at least one, each name once, got {names}")
         return value
+
+    @model_validator(mode="after")
+    def _formats_fit_the_pages(self) -> Self:
+        cache, l4, tokens = self.cache.format, self.tiers.l4.format, self.page_tokens
+        if (cache != "auto" or l4) and tokens < MIN_QUANTIZED_PAGE_TOKENS:
+            what = f"cache.format {cache}" if cache != "auto" else f"tiers.l4.format {l4}"
+            raise ValueError(
+                f"{what} needs pages of at least {MIN_QUANTIZED_PAGE_TOKENS} tokens, got page_tokens {tokens}"
+            )
+        if l4 and l4 not in _L4_FORMATS.get(cache, ()):
+            raise ValueError(_l4_sentence(cache, l4))
+        if self.model.window and self.model.window < tokens:
+            raise ValueError(
+                f"model.window must be at least a page's {tokens} tokens (page_tokens), or 0 for none, "
+                f"got {self.model.window}"
+            )
+        return self
+
+
+def _l4_sentence(cache: str, l4: str) -> str:
+    fitting = _L4_FORMATS.get(cache, ())
+    instead = f"use {' or '.join(fitting)}, or leave it empty" if fitting else "leave it empty"
+    return f"tiers.l4.format {l4} is no smaller form of pages of cache.format {cache}: {instead}"
 
 
 def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:

@@ -44,12 +44,19 @@ class GatewayActor:
         grpc_config: GrpcConfig,
         tenants: tuple[TenantConfig, ...],
         max_sequences: int,
+        window: int = 0,
+        sinks: int = 0,
     ) -> None:
-        """`max_sequences`: of one worker, running and waiting together; more are refused."""
+        """`max_sequences`: of one worker, running and waiting together; more are refused.
+
+        `window` and `sinks` are those of requests that set none; 0: the model's own attention.
+        """
         self._model_name = model_name
         self._grpc_config = grpc_config
         self._tenants = {tenant.name: tenant.salt for tenant in tenants}
         self._max_sequences = max_sequences
+        self._window = window
+        self._sinks = sinks
         self._text: Text | None = None
         self._text_error: TextError | None = None  # raised by `start`: what a constructor raises, Ray wraps
         try:
@@ -70,7 +77,7 @@ class GatewayActor:
         check_agreement(infos, self._text)
         ports = [RayWorker(handle, info.worker_id) for handle, info in zip(workers, infos, strict=True)]
         self._core = GatewayCore(
-            zip(infos, ports, strict=True), self._text, self._tenants, self._max_sequences
+            zip(infos, ports, strict=True), self._text, self._tenants, self._max_sequences, self._window
         )
         self._cache = CacheVerbs(self._core, await asyncio.gather(*map(_node, nodes)), self._tenants)
         await self._connect_outputs(infos, workers)
@@ -105,6 +112,9 @@ class GatewayActor:
                 page_bytes=info.page_bytes,
                 tokenizer_digest=info.tokenizer_digest,
                 chat_template_digest=self._text.chat_template_digest if self._text else "",
+                recipe=info.root_fields.get("recipe", ""),
+                window=self._window,
+                sinks=self._sinks,
             ),
             nodes=await self._cache.node_statuses(),
             workers=await self._core.worker_statuses(),

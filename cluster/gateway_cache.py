@@ -122,7 +122,7 @@ class CacheVerbs:
     async def lookup(self, message: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
         """The head of a prompt that is held somewhere, page by page."""
         tenant = self._core.tenant(message.tenant)
-        ids = await self._core.prompt_ids(message)
+        ids = await self._core.prompt_ids(message, self._core.limit())
         info = self._core.info
         step = info.page_tokens
         keys = page_keys(
@@ -132,9 +132,11 @@ class CacheVerbs:
             step,
         )
         tiers: dict[str, set[str]] = {}
+        variants: dict[str, set[str]] = {}
         for page in await self._all_pages(tenant):
             if page.state == "sealed":
                 tiers.setdefault(page.key, set()).add(page.tier.value)
+                variants.setdefault(page.key, set()).add(page.variant)
         reply = cache_pb2.LookupReply(prompt_tokens=len(ids))
         for position, key in enumerate(keys):
             found = tiers.get(key.hex())
@@ -145,6 +147,7 @@ class CacheVerbs:
                 start=position * step,
                 end=(position + 1) * step,
                 tiers=sorted(found, key=_TIER_ORDER.__getitem__),
+                variants=sorted(variants[key.hex()]),
             )
         return reply
 
@@ -219,7 +222,8 @@ class CacheVerbs:
         async def evict_all(port: OwnerPort) -> Outcomes:
             pages = await port.pages(None, tier, ALL_PAGES)
             pages.sort(key=lambda page: -page.depth)  # a page takes those behind it along
-            return await port.evict([bytes.fromhex(page.key) for page in pages], tier) if pages else []
+            keys = dict.fromkeys(page.key for page in pages)  # once, whatever variants of it there are
+            return await port.evict([bytes.fromhex(key) for key in keys], tier) if keys else []
 
         return _exceptions(await self._ask(evict_all, limit_s=WORK_S))
 
@@ -337,6 +341,7 @@ class CacheVerbs:
                 pinned=page.pinned,
                 readers=page.readers,
                 state=page.state,
+                made_from=page.made_from,
             )
         return reply
 

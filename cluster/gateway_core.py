@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import grpc
 
+from kvtier.cluster.config import MAX_STREAM_TOKENS
 from kvtier.cluster.gateway_requests import (
     DEFAULT_TENANT,
+    Limit,
     Prompted,
     Refusal,
     checked_id,
@@ -25,6 +27,7 @@ from kvtier.cluster.gateway_requests import (
     prompt_size,
     sampling_params,
     stop_strings,
+    windowed,
 )
 from kvtier.cluster.gateway_streams import Stream
 from kvtier.proto import inference_pb2
@@ -110,8 +113,9 @@ class Worker:
 class GatewayCore:
     """Requests in flight. Owned by the event loop it is used on.
 
-    Bounds: at most `max_sequences` sequences per worker are in flight, each holds at most its max_tokens of output;
-    a request id is taken until its call has ended and its worker has said its last word on it.
+    Bounds: at most `max_sequences` sequences per worker are in flight; each holds at most its max_tokens of output, and
+    those of a request gateway_streams.MAX_UNREAD_TOKENS together. A request id is taken until its call has ended and
+    its worker has said its last word on it.
     """
 
     def __init__(
@@ -120,7 +124,9 @@ class GatewayCore:
         text: Text | None,
         tenants: Iterable[str],
         max_sequences: int,
+        window: int = 0,
     ) -> None:
+        """`window` is that of requests that set none; 0: none."""
         self.workers = {info.worker_id: Worker(info, port) for info, port in workers}
         if not self.workers:
             raise ValueError("a gateway needs at least one worker")
@@ -130,6 +136,7 @@ class GatewayCore:
         self.text = text
         self.tenants = frozenset(tenants)
         self._max_sequences = max_sequences
+        self._window = window
         self._streams: dict[str, Stream] = {}
         self._choices = 0
         self._is_stopping = False
@@ -200,9 +207,15 @@ class GatewayCore:
         except TimeoutError:
             self._end_at_worker(stream)
 
-    async def prompt_ids(self, message: Prompted) -> tuple[int, ...]:
+    def limit(self, window: int = 0) -> Limit:
+        """How long a sequence of a request with this window may be (0: it sets none)."""
+        if window or self._window:
+            return Limit(MAX_STREAM_TOKENS, is_windowed=True)
+        return Limit(self.max_context)
+
+    async def prompt_ids(self, message: Prompted, limit: Limit) -> tuple[int, ...]:
         """The prompt's token ids; long text is read off the loop. Raises Refusal."""
-        limits = (self.info.vocab_size, self.max_context)
+        limits = (self.info.vocab_size, limit)
         if prompt_size(message) < THREADED_PROMPT:
             return prompt_ids(message, self.text, *limits)
         loop = asyncio.get_running_loop()
@@ -223,12 +236,22 @@ class GatewayCore:
         request_id = checked_id(message.request_id, secrets.token_hex(8))
         self._check_unused(request_id)
         stops = stop_strings(message.sampling, self.text)
-        ids = await self.prompt_ids(message)
+        window, sinks = windowed(message, self.info.page_tokens)
+        limit = self.limit(window)
+        ids = await self.prompt_ids(message, limit)
         sampling = sampling_params(
-            message.sampling, len(ids), self.max_context, self.info.vocab_size, secrets.randbits(63)
+            message.sampling, len(ids), limit, self.info.vocab_size, secrets.randbits(63)
         )
         request = EngineRequest(
-            request_id, tenant, ids, sampling, use_cache=not message.cache.no_cache, arrived_s=arrived_s
+            request_id,
+            tenant,
+            ids,
+            sampling,
+            use_cache=not message.cache.no_cache,
+            window=window,
+            sinks=sinks,
+            lossy=message.cache.lossy,
+            arrived_s=arrived_s,
         )
         self._check_unused(request_id)  # again: another may have taken it while this prompt was read
         worker = self._pick(message.worker, sampling.n)
@@ -340,7 +363,7 @@ class GatewayCore:
             stream.take(output)
             if output.finish_reason is not None and stream.is_over_at_worker:
                 self._end_at_worker(stream)
-            elif stream.is_complete and not stream.is_cancelling:
+            elif (stream.is_complete or stream.is_overfull) and not stream.is_cancelling:
                 stream.is_cancelling = True
                 self._spawn(self._cancel_at_worker(stream))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from kvtier.cluster.config import MAX_STREAM_TOKENS
 from kvtier.proto import cache_pb2, inference_pb2
 from kvtier.workers.api import SamplingParams
 from kvtier.workers.model_text import Text, TextError
@@ -36,6 +38,37 @@ def invalid(message: str) -> Refusal:
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How many tokens a sequence may have, prompt and output together; as text, how to say so."""
+
+    tokens: int
+    is_windowed: bool = False
+
+    def __str__(self) -> str:
+        if self.is_windowed:
+            return f"a request with a window has at most {self.tokens} tokens"
+        return f"max_context is {self.tokens} tokens; a request with a window may be longer"
+
+
+def windowed(request: inference_pb2.GenerateRequest, page_tokens: int) -> tuple[int, int]:
+    """The window and the sinks that a request sets itself, 0 where none. Raises Refusal.
+
+    Whether the model can be given a window is the worker's to say.
+    """
+    window, sinks = request.window, request.sinks
+    if not 0 <= window <= MAX_STREAM_TOKENS or 0 < window < page_tokens:
+        raise invalid(
+            f"window must be 0 (as configured) or from {page_tokens} (a page) to {MAX_STREAM_TOKENS} tokens, "
+            f"got {window}"
+        )
+    if sinks and not window:
+        raise invalid(f"sinks {sinks} need a window beside them: set window too")
+    if not 0 <= sinks <= window:
+        raise invalid(f"sinks must be from 0 to the window ({window} tokens), got {sinks}")
+    return window, sinks
+
+
 def prompt_size(request: Prompted) -> int:
     """How much must be read to have the prompt's tokens: characters of text, bytes of a chat, 0 for token ids."""
     match request.WhichOneof("prompt"):
@@ -47,8 +80,8 @@ def prompt_size(request: Prompted) -> int:
             return 0
 
 
-def prompt_ids(request: Prompted, text: Text | None, vocab_size: int, max_context: int) -> tuple[int, ...]:
-    """The prompt as token ids, each in the vocabulary, at most `max_context`. Raises Refusal.
+def prompt_ids(request: Prompted, text: Text | None, vocab_size: int, limit: Limit) -> tuple[int, ...]:
+    """The prompt as token ids, each in the vocabulary, no more than the limit. Raises Refusal.
 
     Text that is too long whatever its tokens are is refused before it is read.
     """
@@ -58,15 +91,15 @@ def prompt_ids(request: Prompted, text: Text | None, vocab_size: int, max_contex
         case "text":
             if not request.text:
                 raise invalid("prompt is empty: text has no characters")
-            ids = _text_ids(request.text, _tokenizer(text), max_context)
+            ids = _text_ids(request.text, _tokenizer(text), limit.tokens)
         case "chat":
-            ids = _chat_ids(request.chat, _tokenizer(text), max_context)
+            ids = _chat_ids(request.chat, _tokenizer(text), limit.tokens)
         case _:
             raise invalid("prompt is missing: send one of text, token_ids or chat")
     if not ids:
         raise invalid("prompt is empty: it has no tokens")
-    if len(ids) > max_context:
-        raise invalid(f"prompt of {len(ids)} tokens is too long: max_context is {max_context} tokens")
+    if len(ids) > limit.tokens:
+        raise invalid(f"prompt of {len(ids)} tokens is too long: {limit}")
     check_vocabulary("prompt", ids, vocab_size)
     return tuple(ids)
 
@@ -115,17 +148,12 @@ def _chat_ids(chat: inference_pb2.Chat, text: Text, max_context: int) -> list[in
 
 
 def sampling_params(
-    sampling: inference_pb2.Sampling, prompt_tokens: int, max_context: int, vocab_size: int, fresh_seed: int
+    sampling: inference_pb2.Sampling, prompt_tokens: int, limit: Limit, vocab_size: int, fresh_seed: int
 ) -> SamplingParams:
-    """The request's sampling with defaults filled in. Raises Refusal.
-
-    `max_context`: prompt and output together, what both the model and L1 hold.
-    """
-    room = max_context - prompt_tokens
+    """The request's sampling with defaults filled in. Raises Refusal."""
+    room = limit.tokens - prompt_tokens
     if room < 1:
-        raise invalid(
-            f"prompt of {prompt_tokens} tokens leaves no room for output: max_context is {max_context} tokens"
-        )
+        raise invalid(f"prompt of {prompt_tokens} tokens leaves no room for output: {limit}")
     params = _with_defaults(sampling, min(room, DEFAULT_MAX_TOKENS), fresh_seed)
     try:
         params.validate()
@@ -134,7 +162,7 @@ def sampling_params(
     if params.max_tokens > room:
         raise invalid(
             f"prompt of {prompt_tokens} tokens and max_tokens {params.max_tokens} are {prompt_tokens + params.max_tokens} "
-            f"tokens: max_context is {max_context} tokens"
+            f"tokens: {limit}"
         )
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise invalid(f"stop_ids must be at most {MAX_STOP_IDS}, got {len(params.stop_ids)}")

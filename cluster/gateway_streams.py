@@ -13,6 +13,8 @@ from kvtier.tier.page import TierName
 from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, TokenLogprobs, Usage
 from kvtier.workers.model_text import Detokenizer, Text
 
+MAX_UNREAD_TOKENS = 1 << 17  # of a request: hours of a stalled client, some megabytes
+
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -22,7 +24,7 @@ _FINISH = {
 class Sequence:
     """What one of a request's n sequences has given and its client has not yet taken. Owned by its Stream.
 
-    Grows by what the worker makes while the client is slow, so by at most max_tokens tokens.
+    Grows by what the worker makes while the client is slow, so by at most max_tokens tokens; the Stream bounds it too.
     """
 
     __slots__ = (
@@ -77,6 +79,10 @@ class Sequence:
         self.text += shown
         return is_stop
 
+    def drop_unread(self) -> None:
+        """Forget what the client has not taken: it will get none of it."""
+        self.text, self.token_ids, self.logprobs = "", [], []
+
     def _end(self, reason: FinishReason) -> None:
         self.finish = reason
         if self._detokenizer and self._add(self._detokenizer.finish()):
@@ -128,7 +134,8 @@ class Stream:
             for index in range(request.sampling.n)
         ]
         self.failure: Refusal | None = None
-        self.is_cancelling = False  # the worker has been told that all sequences have their end
+        self.is_overfull = False  # it failed, because its client reads too slowly
+        self.is_cancelling = False  # the worker has been told that what it still makes is not wanted
         self._usage: Usage | None = None
         self._timings: Timings | None = None
         self._silent_ids = frozenset(eos_ids) | frozenset(request.sampling.stop_ids)
@@ -157,7 +164,7 @@ class Stream:
         self._news.set()
         if output.finish_reason is not None:
             self._at_worker.discard(output.index)
-        if self._is_abandoned:
+        if self._is_abandoned or self.is_overfull:
             return
         if output.usage is not None and (output.index == 0 or self._usage is None):
             self._usage = output.usage
@@ -179,6 +186,21 @@ class Stream:
                 )
             case None | FinishReason.STOP | FinishReason.LENGTH:
                 sequence.take(output, self._silent_ids)
+                self._check_room()
+
+    def _check_room(self) -> None:
+        waiting = sum(len(sequence.token_ids) for sequence in self.sequences)
+        if waiting <= MAX_UNREAD_TOKENS or self.failure is not None:
+            return
+        self.fail(
+            Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the client reads too slowly: {waiting} tokens wait for it, at most {MAX_UNREAD_TOKENS} are kept",
+            )
+        )
+        self.is_overfull = True
+        for sequence in self.sequences:
+            sequence.drop_unread()
 
     def fail(self, failure: Refusal) -> None:
         """End the stream with a status, unless it has all its output; what was not taken yet is dropped."""

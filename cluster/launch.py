@@ -55,12 +55,13 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """What the actors run, and the bytes of a page of the model."""
+    """What the actors run, and the bytes of the pages that workers will store, smallest first."""
 
     gateway: Any
     node: Any
     worker: Any
-    page_bytes: int
+    page_bytes: list[int]
+    l4_variants: frozenset[str] | None  # the formats of the pages that go to L4; None: all
 
 
 class Launched:
@@ -166,11 +167,13 @@ class Launched:
         handle = classes.node.options(max_restarts=-1).remote(
             node_id=_NODE_ID,
             socket_path=str(self._socket),
-            payload_bytes=classes.page_bytes,
+            payload_bytes=classes.page_bytes[-1],
             l3_bytes=tiers.l3.bytes,
             l4_path=str(Path(l4_path).expanduser().absolute()),
             l4_bytes=tiers.l4.bytes,
             l4_store=tiers.l4.store,
+            min_payload_bytes=classes.page_bytes[0],
+            l4_variants=classes.l4_variants,
         )
         return _Part(f"cache node {_NODE_ID}", handle)
 
@@ -197,6 +200,12 @@ class Launched:
             load=config.cache.load,
             load_deadline_ms=config.cache.load_deadline_ms,
             epoch=config.cache.epoch,
+            cache_format=config.cache.format,
+            recent_tokens=config.cache.recent_tokens,
+            decay_sinks=config.cache.sink_tokens,
+            l4_format=config.tiers.l4.format,
+            window=config.model.window,
+            sinks=config.model.sinks,
         )
         return _Part(name, handle)
 
@@ -204,9 +213,16 @@ class Launched:
         config = self._config
         name = config.model.name or Path(config.model.path).name
         at_once = config.worker.max_sequences + config.worker.max_waiting
-        return _Part(
-            "gateway", classes.gateway.remote(str(self._model), name, config.grpc, config.tenants, at_once)
+        handle = classes.gateway.remote(
+            str(self._model),
+            name,
+            config.grpc,
+            config.tenants,
+            at_once,
+            config.model.window,
+            config.model.sinks,
         )
+        return _Part("gateway", handle)
 
 
 def worker_threads(config: Config) -> int:
@@ -241,13 +257,36 @@ def _load_classes(model: Path, config: Config) -> _Classes:
     from kvtier.cluster.gateway import Gateway
     from kvtier.cluster.node import CacheNode
     from kvtier.workers.actor import DecodeWorkerActor
-    from kvtier.workers.model import page_spec
 
     try:
-        spec = page_spec(str(model), config.model.dtype, config.page_tokens)
+        return _Classes(Gateway, CacheNode, DecodeWorkerActor, *stored_pages(model, config))
     except (ValueError, OSError) as error:
         raise LaunchError(f"model {model}: {error}") from error
-    return _Classes(Gateway, CacheNode, DecodeWorkerActor, spec.nbytes)
+
+
+def stored_pages(model: Path, config: Config) -> tuple[list[int], frozenset[str] | None]:
+    """The sizes of the pages that workers will store, smallest first, and the formats that go to L4 (None: all).
+
+    Raises ValueError or OSError for a model that can't be served.
+    """
+    from kvtier.tier.page import PageFormat
+    from kvtier.workers.formats import choose_l4_format, choose_recipe, raw_format
+    from kvtier.workers.model import layer_groups, read_shape
+
+    raw = raw_format(config.model.dtype)
+    recipe = choose_recipe(
+        config.cache.format,
+        raw=raw,
+        eight_bit=PageFormat.FP8,  # workers may choose INT8, which is as large
+        page_tokens=config.page_tokens,
+        recent_tokens=config.cache.recent_tokens,
+        decay_sinks=config.cache.sink_tokens,
+    )
+    l4 = choose_l4_format(config.tiers.l4.format, config.page_tokens)
+    formats = [format for format in (recipe.write, recipe.decayed, l4) if format is not None]
+    groups = layer_groups(read_shape(model), raw, config.page_tokens, formats)
+    sizes = sorted({spec.nbytes for group in groups for spec in group.specs.values()})
+    return sizes, None if l4 is None else frozenset({l4.value})
 
 
 def _stamp(pid: int) -> Stamp:

@@ -31,9 +31,19 @@ class CacheNodeProcess:
         l4_path: str,
         l4_bytes: int,
         l4_store: Literal["slab", "lmdb"] = "slab",
+        min_payload_bytes: int | None = None,
+        l4_variants: frozenset[str] | None = None,
     ) -> None:
         self._service = CacheService(
-            node_id, socket_path, payload_bytes, l3_bytes, l4_path, l4_bytes, l4_store
+            node_id,
+            socket_path,
+            payload_bytes,
+            l3_bytes,
+            l4_path,
+            l4_bytes,
+            l4_store,
+            min_payload_bytes=min_payload_bytes,
+            l4_variants=l4_variants,
         )
         self._service.start()
 

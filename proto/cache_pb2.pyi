@@ -53,7 +53,14 @@ class StatsReply(_message.Message):
     def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., aborted_prompt_tokens: _Optional[int] = ..., page_fill: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "pages", "lookups_tokens", "hit_tokens", "hit_rate", "promoted_pages", "demoted_pages", "evicted_pages", "bytes_in", "bytes_out", "load_ms_p50", "load_ms_p99", "corrupt_pages")
+    __slots__ = ("capacity_bytes", "used_bytes", "pages", "lookups_tokens", "hit_tokens", "hit_rate", "promoted_pages", "demoted_pages", "evicted_pages", "bytes_in", "bytes_out", "load_ms_p50", "load_ms_p99", "corrupt_pages", "page_bytes", "raw_bytes", "variants", "converted_pages", "dropped_pages")
+    class VariantsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +75,11 @@ class TierStats(_message.Message):
     LOAD_MS_P50_FIELD_NUMBER: _ClassVar[int]
     LOAD_MS_P99_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VARIANTS_FIELD_NUMBER: _ClassVar[int]
+    CONVERTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
     pages: int
@@ -82,7 +94,12 @@ class TierStats(_message.Message):
     load_ms_p50: float
     load_ms_p99: float
     corrupt_pages: int
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., promoted_pages: _Optional[int] = ..., demoted_pages: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., load_ms_p50: _Optional[float] = ..., load_ms_p99: _Optional[float] = ..., corrupt_pages: _Optional[int] = ...) -> None: ...
+    page_bytes: int
+    raw_bytes: int
+    variants: _containers.ScalarMap[str, int]
+    converted_pages: int
+    dropped_pages: int
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., promoted_pages: _Optional[int] = ..., demoted_pages: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., load_ms_p50: _Optional[float] = ..., load_ms_p99: _Optional[float] = ..., corrupt_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., variants: _Optional[_Mapping[str, int]] = ..., converted_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("tenant", "text", "token_ids", "chat")
@@ -105,16 +122,18 @@ class LookupReply(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[FoundPage, _Mapping]]] = ...) -> None: ...
 
 class FoundPage(_message.Message):
-    __slots__ = ("key", "start", "end", "tiers")
+    __slots__ = ("key", "start", "end", "tiers", "variants")
     KEY_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    VARIANTS_FIELD_NUMBER: _ClassVar[int]
     key: str
     start: int
     end: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    variants: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., variants: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -179,7 +198,7 @@ class ListPagesReply(_message.Message):
     def __init__(self, pages: _Optional[_Iterable[_Union[Page, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class Page(_message.Message):
-    __slots__ = ("key", "tier", "owner", "tenant", "root", "parent", "variant", "depth", "tokens", "nbytes", "uses", "idle_s", "pinned", "readers", "state")
+    __slots__ = ("key", "tier", "owner", "tenant", "root", "parent", "variant", "depth", "tokens", "nbytes", "uses", "idle_s", "pinned", "readers", "state", "made_from")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +214,7 @@ class Page(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    MADE_FROM_FIELD_NUMBER: _ClassVar[int]
     key: str
     tier: str
     owner: str
@@ -210,7 +230,8 @@ class Page(_message.Message):
     pinned: bool
     readers: int
     state: str
-    def __init__(self, key: _Optional[str] = ..., tier: _Optional[str] = ..., owner: _Optional[str] = ..., tenant: _Optional[str] = ..., root: _Optional[str] = ..., parent: _Optional[str] = ..., variant: _Optional[str] = ..., depth: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., readers: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
+    made_from: str
+    def __init__(self, key: _Optional[str] = ..., tier: _Optional[str] = ..., owner: _Optional[str] = ..., tenant: _Optional[str] = ..., root: _Optional[str] = ..., parent: _Optional[str] = ..., variant: _Optional[str] = ..., depth: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., readers: _Optional[int] = ..., state: _Optional[str] = ..., made_from: _Optional[str] = ...) -> None: ...
 
 class KeysRequest(_message.Message):
     __slots__ = ("keys",)

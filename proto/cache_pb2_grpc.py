@@ -96,7 +96,7 @@ class CacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Which pages of a prompt are held where, without running it.
+        """Which pages of a prompt are held where, without running it: as a request finds them that sets no window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

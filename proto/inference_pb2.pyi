@@ -17,7 +17,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "text", "token_ids", "chat", "sampling", "cache", "worker")
+    __slots__ = ("request_id", "tenant", "text", "token_ids", "chat", "sampling", "cache", "worker", "window", "sinks")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     text: str
@@ -34,7 +36,9 @@ class GenerateRequest(_message.Message):
     sampling: Sampling
     cache: CacheOptions
     worker: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., worker: _Optional[str] = ...) -> None: ...
+    window: int
+    sinks: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., worker: _Optional[str] = ..., window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -87,10 +91,12 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("no_cache",)
+    __slots__ = ("no_cache", "lossy")
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     no_cache: bool
-    def __init__(self, no_cache: _Optional[bool] = ...) -> None: ...
+    lossy: bool
+    def __init__(self, no_cache: _Optional[bool] = ..., lossy: _Optional[bool] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
     __slots__ = ("request_id", "worker", "seed", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timings_ms")
@@ -190,7 +196,7 @@ class StatusReply(_message.Message):
     def __init__(self, endpoint: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., gateway_pid: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "dtype", "max_context", "vocab_size", "page_tokens", "page_bytes", "tokenizer_digest", "chat_template_digest")
+    __slots__ = ("name", "dtype", "max_context", "vocab_size", "page_tokens", "page_bytes", "tokenizer_digest", "chat_template_digest", "recipe", "window", "sinks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +205,9 @@ class ModelStatus(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     max_context: int
@@ -207,7 +216,10 @@ class ModelStatus(_message.Message):
     page_bytes: int
     tokenizer_digest: str
     chat_template_digest: str
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., chat_template_digest: _Optional[str] = ...) -> None: ...
+    recipe: str
+    window: int
+    sinks: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., chat_template_digest: _Optional[str] = ..., recipe: _Optional[str] = ..., window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("id", "pid", "health", "detail", "notes")

@@ -7,6 +7,7 @@ parties use one slot, reads what isn't there, or offers a worker another page th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -39,7 +40,9 @@ from kvtier.tier.events import (
     WriteFailed,
     WritePage,
 )
+from kvtier.tier.lookup import needs_of
 from kvtier.tier.messages import (
+    Chain,
     Copied,
     Grant,
     Granted,
@@ -49,6 +52,7 @@ from kvtier.tier.messages import (
     LoadFailed,
     Locate,
     Located,
+    PageRef,
     Refused,
     Release,
     Stored,
@@ -58,11 +62,16 @@ from kvtier.tier.messages import (
     WantSlots,
     Welcome,
 )
-from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.page import ALIGN_BYTES, Envelope, TierName, slot_bytes
+from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds
 from kvtier.tier.records import Limits
+from kvtier.tier.slots import HostSlots, host_slots
 
 PAYLOAD_BYTES = 4096
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
+BF16, FP8, INT4C = "bf16", "fp8_e4m3", "int4c"
+Kind = tuple[int, str]  # layer group and variant: what has a size of its own
+ONE_SIZE: dict[Kind, int] = {(0, BF16): PAYLOAD_BYTES}
 FIELDS = {"weights": "w", "epoch": "0"}
 ROOT = b"r" * 32
 PAGE_TOKENS = 16
@@ -76,22 +85,116 @@ def tenant_of(name: str) -> bytes:
     return digest("tenant", name, size=16)
 
 
-def key_of(tenant: str, path: str) -> bytes:
+def key_of(tenant: str, path: str, group: int = 0) -> bytes:
     """A chain is a path such as "abba", a page one of its prefixes."""
-    return digest("page", tenant, path)
+    return digest("page", tenant, path, *([group] if group else []))
 
 
-def chain_keys(tenant: str, path: str) -> list[bytes]:
-    return [key_of(tenant, path[: i + 1]) for i in range(len(path))]
+def chain_keys(tenant: str, path: str, group: int = 0) -> list[bytes]:
+    return [key_of(tenant, path[: i + 1], group) for i in range(len(path))]
+
+
+def spec_of(kind: Kind) -> bytes:
+    return digest("spec", kind, size=16)
+
+
+def checksum_of(key: bytes, variant: str = BF16) -> bytes:
+    return digest("sum", key, variant, size=16)
+
+
+def hello_of(
+    name: str, incarnation: str, payloads: dict[Kind, int], fields: dict[str, str] = FIELDS
+) -> Hello:
+    """A worker whose pages have these sizes; unquantized they would take twice as much."""
+    sizes = {spec_of(kind): nbytes for kind, nbytes in payloads.items()}
+    return Hello(name, incarnation, sizes, {spec: 2 * nbytes for spec, nbytes in sizes.items()}, fields)
+
+
+def stored_page(
+    grant: Grant,
+    tenant: str,
+    path: str,
+    *,
+    kind: Kind = (0, BF16),
+    made_from: str = "",
+    root: bytes = ROOT,
+    content: bytes = b"",
+) -> StoredPage:
+    """The last page of a chain."""
+    group, variant = kind
+    key = key_of(tenant, path, group)
+    depth = len(path) - 1
+    return StoredPage(
+        grant=grant,
+        key=key,
+        variant=variant,
+        made_from=made_from,
+        spec_digest=spec_of(kind),
+        root=root,
+        parent=key_of(tenant, path[:-1], group) if depth else root,
+        tenant=tenant_of(tenant),
+        depth=depth,
+        tokens=PAGE_TOKENS,
+        checksum=checksum_of(key, variant),
+        content=content if depth == 0 else b"",
+    )
+
+
+def chain_of(
+    keys: list[bytes],
+    *,
+    variant: str = BF16,
+    decayed: str = "",
+    recent: int = 0,
+    sinks: int = 0,
+    stride: int = PAGE_TOKENS,
+    window: int = 0,
+    window_sinks: int = 0,
+    any_variant: bool = False,
+    held: bytes = b"",
+    other_keys: list[bytes] | None = None,
+) -> Chain:
+    """A chain of a Locate; a plain one unless told otherwise."""
+    held = held or bytes(len(keys))
+    return Chain(
+        keys,
+        other_keys or [],
+        held,
+        variant,
+        decayed,
+        recent,
+        sinks,
+        stride,
+        window,
+        window_sinks,
+        any_variant,
+    )
+
+
+def can_serve(need: ChainNeeds, present: bytes, pages: int, position: int, page_tokens: int) -> bool:
+    """The rule of tier/recipe.py, page by page: do these pages serve rows from `position` on?"""
+    return all(
+        present[page] & wanted_bits(need, page, position, page_tokens)
+        for page in range(pages)
+        if need.window.needs(page, position, page_tokens)
+    )
+
+
+def wanted_bits(need: ChainNeeds, page: int, position: int, page_tokens: int) -> int:
+    """The bits of presence any of which will do."""
+    wanted = need.recipe.format_at(page, position, page_tokens)
+    exact = wanted is need.recipe.write and not need.any_variant
+    return HAS_WRITTEN if exact else HAS_WRITTEN | HAS_DECAYED
 
 
 @dataclass(eq=False)
 class SimWorker:
     ref: WorkerRef
+    payloads: dict[Kind, int]
     grants: list[Grant] = field(default_factory=list)
-    asked: dict[str, list[bytes]] = field(default_factory=dict)  # request -> keys of its latest Locate
-    leases: dict[str, dict[int, HostPage]] = field(default_factory=dict)
-    coming: dict[str, set[int]] = field(default_factory=dict)
+    asked: dict[str, Locate] = field(default_factory=dict)  # request -> its latest Locate
+    leases: dict[str, dict[PageRef, HostPage]] = field(default_factory=dict)
+    coming: dict[str, set[PageRef]] = field(default_factory=dict)
     messages: list[ToWorker] = field(default_factory=list)
 
 
@@ -107,9 +210,15 @@ class World:
         lost: list[CatalogueEntry] | None = None,
         roots: tuple[tuple[bytes, dict[str, str]], ...] = (),
         stored_before: StoredBefore | None = None,
+        payloads: dict[Kind, int] = ONE_SIZE,
+        host_segment_slots: int | None = None,
+        ssd_variants: frozenset[str] | None = None,
     ) -> None:
+        """`num_slots`, `ssd_slots` and segments in slots of the largest of `payloads`."""
         self.now = 100.0
+        self.payloads = payloads
         self.host: dict[int, PageId] = {}  # slot -> the page whose bytes lie in it
+        self.spans: dict[int, int] = {}  # slot -> units of ALIGN_BYTES of what was last put there
         self.bad: set[int] = set()  # slots of L3 whose page was found corrupt
         self.disk: dict[Place, PageId] = dict(disk or {})
         self.catalogue: dict[PageId, CatalogueEntry] = {}
@@ -122,18 +231,21 @@ class World:
         self.saved_roots: tuple[tuple[bytes, dict[str, str]], ...] = ()
         self.saved_before = StoredBefore()
         self.ticket = 0
-        allocator = (
-            SegmentAllocator(ssd_slots * SLOT_BYTES, segment_slots * SLOT_BYTES) if ssd_slots else None
-        )
+        largest = slot_bytes(max(payloads.values()))
+        allocator = SegmentAllocator(ssd_slots * largest, segment_slots * largest) if ssd_slots else None
+        if host_segment_slots is None:
+            slots = host_slots(num_slots * largest, largest)
+        else:
+            slots = HostSlots(num_slots * largest, host_segment_slots * largest)
         for entry in recovered or []:
             assert allocator is not None and allocator.take(entry.place, entry.slot_bytes)
             self.catalogue[entry.envelope.key, entry.envelope.variant] = entry
         self.node = Coordinator(
             node_id="n0",
             incarnation="i",
-            payload_bytes=PAYLOAD_BYTES,
-            num_slots=num_slots,
+            host=slots,
             ssd=allocator,
+            ssd_variants=ssd_variants,
             recovered=recovered or [],
             lost=lost or [],
             roots=roots,
@@ -158,11 +270,15 @@ class World:
         return list(worker.messages)
 
     def connect(
-        self, name: str = "w0", incarnation: str = "1", fields: dict[str, str] | None = None
+        self,
+        name: str = "w0",
+        incarnation: str = "1",
+        fields: dict[str, str] | None = None,
+        payloads: dict[Kind, int] | None = None,
     ) -> SimWorker:
-        worker = SimWorker(WorkerRef(name, incarnation))
+        worker = SimWorker(WorkerRef(name, incarnation), self.payloads if payloads is None else payloads)
         self.workers[worker.ref] = worker
-        hello = Hello(name, incarnation, b"s" * 16, PAYLOAD_BYTES, FIELDS if fields is None else fields)
+        hello = hello_of(name, incarnation, worker.payloads, FIELDS if fields is None else fields)
         replies = self.say(worker, hello)
         assert [type(reply) for reply in replies] == [Welcome]
         return worker
@@ -171,8 +287,8 @@ class World:
         del self.workers[worker.ref]
         self.tell(WorkerGone(worker.ref))
 
-    def want(self, worker: SimWorker, count: int) -> None:
-        self.say(worker, WantSlots(count))
+    def want(self, worker: SimWorker, count: int, kind: Kind = (0, BF16)) -> None:
+        self.say(worker, WantSlots(count, self.payloads[kind]))
 
     def store(
         self,
@@ -184,22 +300,21 @@ class World:
         hold_for: str | None = None,
         content: bytes = b"",
         root: bytes = ROOT,
+        kind: Kind = (0, BF16),
+        made_from: str = "",
     ) -> int:
         """Store the pages of a chain from `first` on, as far as the worker's stock goes; how many."""
         pages = []
         for depth in range(first, len(path)):
-            if not worker.grants:
+            grant = next((g for g in worker.grants if g.payload_bytes == self.payloads[kind]), None)
+            if grant is None:
                 break
-            grant = worker.grants.pop(0)
-            key = key_of(tenant, path[: depth + 1])
-            self.host[grant.slot] = (key, "bf16")
-            parent = key_of(tenant, path[:depth]) if depth else root
-            pages.append(
-                StoredPage(
-                    grant, key, "bf16", root, parent, tenant_of(tenant), depth, PAGE_TOKENS, checksum_of(key),
-                    content if depth == 0 else b"",
-                )
-            )  # fmt: skip
+            worker.grants.remove(grant)
+            page = stored_page(
+                grant, tenant, path[: depth + 1], kind=kind, made_from=made_from, root=root, content=content
+            )
+            self.fill(grant, (page.key, page.variant))
+            pages.append(page)
         self.say(worker, Stored(pages, hold_for))
         return len(pages)
 
@@ -214,29 +329,65 @@ class World:
         content: bytes = b"",
         root: bytes = ROOT,
         first: int = 0,
+        chains: list[Chain] | None = None,
+        last_position: int | None = None,
     ) -> Located:
-        keys = chain_keys(tenant, path)[first:]
-        worker.asked[request] = keys
+        """Look a chain up, or several (`chains`; their keys are the caller's to cut at `first`)."""
+        if chains is None:
+            chains = [chain_of(chain_keys(tenant, path)[first:])]
+        if last_position is None:
+            last_position = PAGE_TOKENS * (first + len(chains[0].keys))
+        locate = Locate(
+            request, root, tenant_of(tenant), PAGE_TOKENS, first, last_position, chains, recompute_s, content
+        )
+        worker.asked[request] = locate
         worker.leases[request] = {}
         worker.coming[request] = set()
-        heard = self.say(worker, Locate(request, root, tenant_of(tenant), keys, "bf16", recompute_s, content))
+        self._present = [self._presence(worker, locate, number) for number in range(len(chains))]
+        heard = self.say(worker, locate)
         (located,) = [m for m in heard if isinstance(m, Located)]
         return located
 
-    def copied(
-        self, worker: SimWorker, request: str, indexes: list[int], corrupt: list[int] | None = None
-    ) -> None:
-        for index in indexes:
-            page = worker.leases[request].pop(index, None)
-            if page is not None and index in (corrupt or []):
-                self.bad.add(page.grant.slot)
-        self.say(worker, Copied(request, indexes, len(indexes) * PAYLOAD_BYTES, 0.001, corrupt or []))
+    def _presence(self, worker: SimWorker, locate: Locate, number: int) -> bytes:
+        """The HAS_ bits of all pages of the sequence, by what the node says it holds of what the worker can read."""
+        chain = locate.chains[number]
+        here = {
+            (bytes.fromhex(i.key), i.variant)
+            for i in self.node.pages(locate.tenant, None, 10**9, self.now)
+            if i.state == "sealed" and (number, i.variant) in worker.payloads
+        }
+        bits = bytearray(chain.held)
+        for i, key in enumerate(chain.keys):
+            for name in (key, *chain.other_keys[i : i + 1]):
+                bits[i] |= HAS_WRITTEN if (name, chain.variant) in here else 0
+                bits[i] |= HAS_DECAYED if chain.decayed and (name, chain.decayed) in here else 0
+        return bytes((HAS_WRITTEN | HAS_DECAYED,)) * locate.first_page + bytes(bits)
 
-    def release(self, worker: SimWorker, request: str, from_index: int = 0) -> None:
-        for table in (worker.leases.get(request, {}), worker.coming.get(request, set())):
-            for index in [i for i in table if i >= from_index]:
-                table.pop(index) if isinstance(table, dict) else table.discard(index)
-        self.say(worker, Release(request, from_index))
+    def copied(
+        self,
+        worker: SimWorker,
+        request: str,
+        pages: Iterable[int | PageRef],
+        corrupt: Iterable[int | PageRef] = (),
+    ) -> None:
+        """Pages by their place in the sequence are those of the first chain."""
+        refs = [page if isinstance(page, tuple) else (0, page) for page in pages]
+        bad = [page if isinstance(page, tuple) else (0, page) for page in corrupt]
+        nbytes = 0
+        for ref in refs:
+            page = worker.leases[request].pop(ref, None)
+            if page is not None:
+                nbytes += page.grant.payload_bytes
+                if ref in bad:
+                    self.bad.add(page.grant.slot)
+        self.say(worker, Copied(request, refs, nbytes, 0.001, bad))
+
+    def release(self, worker: SimWorker, request: str, from_page: int = 0) -> None:
+        leases, coming = worker.leases.get(request, {}), worker.coming.get(request, set())
+        for ref in [ref for ref in leases if ref[1] >= from_page]:
+            del leases[ref]
+        coming -= {ref for ref in coming if ref[1] >= from_page}
+        self.say(worker, Release(request, from_page))
 
     def ask(self, make: type, *args: object) -> int:
         self.ticket += 1
@@ -251,19 +402,18 @@ class World:
         self.now += 0.001
         found = self.disk.get(read.place)
         if failure is not None:
-            self.host.pop(read.slot, None)
             self.tell(ReadFailed(read.transfer, failure, f"simulated {failure}"))
         elif found != (read.key, read.variant):
-            self.host.pop(read.slot, None)
             self.tell(ReadFailed(read.transfer, "missing", "the slot holds another page"))
         else:
-            self.host[read.slot] = found
+            self._fill(read.slot, read.payload_bytes, found)
             self.tell(ReadDone(read.transfer, self.catalogue_envelope(read)))
 
     def catalogue_envelope(self, read: ReadPage) -> Envelope:
         """The envelope as it lies in the slot; its record may be dropped already."""
         return Envelope(
-            read.key, read.variant, b"s" * 16, PAYLOAD_BYTES, checksum_of(read.key), ROOT, ROOT, b"t" * 16, 0, PAGE_TOKENS
+            read.key, read.variant, b"s" * 16, read.payload_bytes, checksum_of(read.key, read.variant), ROOT, ROOT,
+            b"t" * 16, 0, PAGE_TOKENS,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def finish_write(self, failure: Failure | None = None) -> None:
@@ -292,6 +442,7 @@ class World:
                     "a slot is overwritten while it is read"
                 )
                 assert self.host[order.slot] == page, "the slot to write from holds another page"
+                assert order.entry.slot_bytes == slot_bytes(order.entry.envelope.payload_bytes)
                 if order.slot in self.bad:
                     failure = "corrupt"
                 if failure is not None:
@@ -356,8 +507,7 @@ class World:
                 if isinstance(command, SaveStored):
                     self.saved_before = command.before
             case ReadPage():
-                self._assert_unused(command.slot)
-                self.host.pop(command.slot, None)
+                self._take_over(command.slot, command.payload_bytes)
                 self.reads.append(command)
             case VerifyPage():
                 self.checks.append(command)
@@ -370,53 +520,97 @@ class World:
         worker.messages.append(message)
         match message:
             case Granted():
+                assert len({grant.payload_bytes for grant in message.grants}) <= 1
                 for grant in message.grants:
-                    self._assert_unused(grant.slot)
-                    self.host.pop(grant.slot, None)
+                    self._take_over(grant.slot, grant.payload_bytes)
                     worker.grants.append(grant)
             case Located():
                 for page in message.host:
                     self._lease(worker, message.request_id, page)
                 worker.coming[message.request_id] = set(message.loading)
-                there = [page.index for page in message.host] + message.loading
-                assert sorted(there) == list(range(len(there))), "the chain has a hole"
-                if message.missing is not None:
-                    assert message.missing.index == len(there)
-                else:
-                    assert len(there) == len(worker.asked[message.request_id])
+                self._judge(worker.asked[message.request_id], message)
             case Loaded():
                 for page in message.pages:
-                    worker.coming[message.request_id].remove(page.index)
+                    worker.coming[message.request_id].remove(page.page)
                     self._lease(worker, message.request_id, page)
             case LoadFailed():
                 coming = worker.coming[message.request_id]
-                assert message.missing.index in coming
-                coming -= {i for i in coming if i >= message.missing.index}
+                assert any(page == message.missing.page for _, page in coming)
+                coming -= {ref for ref in coming if ref[1] >= message.missing.page}
             case Welcome() | Refused():
                 pass
 
-    def _lease(self, worker: SimWorker, request: str, page: HostPage) -> None:
-        key = worker.asked[request][page.index]
-        assert self.host[page.grant.slot] == (key, "bf16"), (
-            "a worker is offered another page than it asked for"
-        )
-        assert page.grant.slot not in self.bad, "a corrupt copy is served again"
-        assert page.checksum == checksum_of(key)
-        worker.leases[request][page.index] = page
+    def _judge(self, asked: Locate, located: Located) -> None:
+        """The prefix has what it needs, nothing else comes, and no longer one was to be had."""
+        end = asked.first_page + len(asked.chains[0].keys)
+        assert (located.missing is None) == (located.pages == end)
+        assert located.missing is None or located.missing.page == located.pages
+        position = min(located.pages * PAGE_TOKENS, asked.last_position)
+        lacking = {
+            (number, page)
+            for number, chain in enumerate(asked.chains)
+            for page in range(asked.first_page, located.pages)
+            if needs_of(chain).window.needs(page, position, PAGE_TOKENS)
+            and not chain.held[page - asked.first_page]
+            & wanted_bits(needs_of(chain), page, position, PAGE_TOKENS)
+        }
+        there = [page.page for page in located.host] + located.loading
+        assert len(set(there)) == len(there) and set(there) == lacking, "not what the prefix needs"
+        if located.missing is not None and located.missing.reason in ("costlier", "no_room", "cache_off"):
+            return
+        for pages in range(located.pages + 1, end + 1):
+            position = min(pages * PAGE_TOKENS, asked.last_position)
+            served = zip(asked.chains, self._present, strict=True)
+            assert not all(can_serve(needs_of(c), p, pages, position, PAGE_TOKENS) for c, p in served)
 
-    def _assert_unused(self, slot: int) -> None:
-        """The slot is about to be overwritten."""
-        self.bad.discard(slot)
+    def _lease(self, worker: SimWorker, request: str, page: HostPage) -> None:
+        asked = worker.asked[request]
+        number, index = page.page
+        chain = asked.chains[number]
+        index -= asked.first_page
+        keys = (chain.keys[index], *chain.other_keys[index : index + 1])
+        assert page.key in keys and page.variant in (chain.variant, chain.decayed), "a page nobody asked for"
+        assert self.host[page.grant.slot] == (page.key, page.variant), "the slot holds another page"
+        assert page.grant.slot not in self.bad, "a corrupt copy is served again"
+        assert page.checksum == checksum_of(page.key, page.variant)
+        sizes = {spec_of(kind): nbytes for kind, nbytes in worker.payloads.items()}
+        assert sizes[page.spec_digest] == page.grant.payload_bytes, "a page of a spec the worker doesn't know"
+        worker.leases[request][page.page] = page
+
+    def fill(self, grant: Grant, page: PageId) -> None:
+        """A worker writes a page into a granted slot."""
+        self._fill(grant.slot, grant.payload_bytes, page)
+
+    def _fill(self, slot: int, payload_bytes: int, page: PageId) -> None:
+        self.host[slot] = page
+        self.spans[slot] = slot_bytes(payload_bytes) // ALIGN_BYTES
+
+    def _take_over(self, slot: int, payload_bytes: int) -> None:
+        """These bytes are about to be overwritten: nobody may use any of them."""
+        units = range(slot, slot + slot_bytes(payload_bytes) // ALIGN_BYTES)
+
+        def overlaps(other: int, nbytes: int) -> bool:
+            return other < units.stop and units.start < other + slot_bytes(nbytes) // ALIGN_BYTES
+
         for worker in self.workers.values():
-            assert all(grant.slot != slot for grant in worker.grants), "a granted slot is given away"
+            for grant in worker.grants:
+                assert not overlaps(grant.slot, grant.payload_bytes), "a granted slot is given away"
             for leases in worker.leases.values():
-                assert all(page.grant.slot != slot for page in leases.values()), "a leased slot is given away"
-        assert all(read.slot != slot for read in self.reads), "two transfers into one slot"
-        assert all(not isinstance(w, WritePage) or w.slot != slot for w in self.writer), (
-            "a source is overwritten"
-        )
+                for page in leases.values():
+                    assert not overlaps(page.grant.slot, page.grant.payload_bytes), (
+                        "a leased slot is given away"
+                    )
+        for read in self.reads:
+            assert not overlaps(read.slot, read.payload_bytes), "two transfers into one slot"
+        for write in self.writer:
+            if isinstance(write, WritePage):
+                assert not overlaps(write.slot, write.entry.envelope.payload_bytes), "a source is overwritten"
         for check in self.checks:
-            assert check.tier is not TierName.HOST or check.place.index != slot
+            if check.tier is TierName.HOST:
+                assert not overlaps(check.place.index, check.envelope.payload_bytes)
+        for old in [old for old in self.host if old < units.stop and units.start < old + self.spans[old]]:
+            del self.host[old], self.spans[old]
+            self.bad.discard(old)
 
     # ---- what is where, by the world's own book ----------------------------------------------------------------
 
@@ -427,7 +621,3 @@ class World:
         if tier is TierName.HOST:
             assert pages <= set(self.host.values())
         return pages
-
-
-def checksum_of(key: bytes) -> bytes:
-    return digest("sum", key, size=16)

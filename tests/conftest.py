@@ -15,6 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers such as tiny_models
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+
+import triton_kit  # noqa: F401  # before a test imports what imports triton
 
 
 @pytest.fixture(scope="session")

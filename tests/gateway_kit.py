@@ -118,7 +118,14 @@ def counted(requests: int) -> Snapshot:
     return Snapshot(
         tiers={
             TierName.HBM: TierCounters(
-                capacity_bytes=100, used_bytes=40, pages=4, lookups_tokens=tokens, hit_tokens=found
+                capacity_bytes=100,
+                used_bytes=40,
+                pages=4,
+                lookups_tokens=tokens,
+                hit_tokens=found,
+                page_bytes=30,
+                raw_bytes=60,
+                variants={"fp8_e4m3": 3, "int4c": 1},
             )
         },
         totals=RequestTotals(requests, tokens, tokens - found, found),
@@ -246,7 +253,15 @@ class EchoWorker:
 
 
 def page_info(
-    key: str, tier: TierName, owner: str, tenant: str, depth: int = 0, *, pinned: bool = False
+    key: str,
+    tier: TierName,
+    owner: str,
+    tenant: str,
+    depth: int = 0,
+    *,
+    pinned: bool = False,
+    variant: str = "fp32",
+    made_from: str = "",
 ) -> PageInfo:
     """One copy of a page."""
     from kvtier.tier.identity import tenant_digest
@@ -258,7 +273,7 @@ def page_info(
         tenant=tenant_digest(tenant).hex(),
         root="aa" * 32,
         parent="bb" * 32,
-        variant="fp32",
+        variant=variant,
         depth=depth,
         tokens=4,
         nbytes=1024,
@@ -267,6 +282,7 @@ def page_info(
         pinned=pinned,
         readers=0,
         state="sealed",
+        made_from=made_from,
     )
 
 
@@ -313,6 +329,7 @@ def serving(
     max_waiting: int = 10_000,
     tenants: dict[str, str] | None = None,
     max_context: int = CONTEXT,
+    window: int = 0,
 ) -> Iterator[Served]:
     """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's."""
     loop = asyncio.new_event_loop()
@@ -328,7 +345,7 @@ def serving(
 
     async def start() -> None:
         names = tenants if tenants is not None else {"default": "", "acme": "salt"}
-        served.core = GatewayCore([(w.info, w) for w in served.workers], text, names, max_sequences)
+        served.core = GatewayCore([(w.info, w) for w in served.workers], text, names, max_sequences, window)
         for worker in served.workers:
             worker.sink = served.core.on_outputs
         held = [Node(node.info.node_id, node.info.pid, node) for node in nodes or []]

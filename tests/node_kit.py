@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from waiting import until
 from kvtier.tier.identity import TokenIds, content_digest, page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.ipc import NodeClient
 from kvtier.tier.messages import (
+    Chain,
     Copied,
     Grant,
     Granted,
@@ -35,8 +36,10 @@ from kvtier.tier.service import CacheService
 PAYLOAD_BYTES = 16 * 1024
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
 PAGE_TOKENS = 16
-VARIANT = "bf16"
-SPEC = b"spec of tests..."
+VARIANT, SMALL_VARIANT = "bf16", "int4c"
+SMALL_BYTES = 4 * 1024  # of a page in SMALL_VARIANT
+SPEC, SMALL_SPEC = b"spec of tests...", b"spec of small..."
+KINDS = {VARIANT: (SPEC, PAYLOAD_BYTES), SMALL_VARIANT: (SMALL_SPEC, SMALL_BYTES)}
 FIELDS = {"weights": "abc", "epoch": "0"}
 DEADLINE_S = 30.0
 
@@ -45,11 +48,25 @@ M = TypeVar("M")
 
 @contextmanager
 def running(
-    folder: Path, *, l3_pages: int = 16, l4_bytes: int = 16 << 20, store: Any = "slab", drain_s: float = 10.0
+    folder: Path,
+    *,
+    l3_pages: int = 16,
+    l4_bytes: int = 16 << 20,
+    store: Any = "slab",
+    drain_s: float = 10.0,
+    l4_variants: frozenset[str] | None = None,
 ) -> Iterator[CacheService]:
     """A node's cache whose files lie in `folder`; checked and stopped at the end."""
     service = CacheService(
-        "n0", folder / "run" / "sock", PAYLOAD_BYTES, l3_pages * SLOT_BYTES, folder / "l4", l4_bytes, store
+        "n0",
+        folder / "run" / "sock",
+        PAYLOAD_BYTES,
+        l3_pages * SLOT_BYTES,
+        folder / "l4",
+        l4_bytes,
+        store,
+        min_payload_bytes=SMALL_BYTES,
+        l4_variants=l4_variants,
     )
     service.start()
     try:
@@ -85,7 +102,7 @@ class Peer:
         self._heard: list[ToWorker] = []
         self._changed = threading.Condition()
         self._requests = 0
-        hello = Hello(name, incarnation, SPEC, PAYLOAD_BYTES, fields)
+        hello = hello_of(name, incarnation, fields)
         self.client = NodeClient.connect(folder / "run" / "sock", hello, self._hear, self.is_closed.set)
 
     def close(self) -> None:
@@ -98,75 +115,108 @@ class Peer:
     def _tokens(self, start: int, num_pages: int) -> TokenIds:
         return np.arange(start, start + num_pages * self.page_tokens, dtype=np.int32)
 
-    def store(self, start: int, num_pages: int, hold_for: str | None = None) -> list[PageKey]:
+    def store(
+        self, start: int, num_pages: int, hold_for: str | None = None, variant: str = VARIANT
+    ) -> list[PageKey]:
         """Put a chain into L3, as slots come; its keys."""
         keys = self.keys(start, num_pages)
         parent: bytes = self.root
         grants: list[Grant] = []
         for depth, key in enumerate(keys):
             if not grants:
-                self.client.send(WantSlots(num_pages - depth))
+                self.client.send(WantSlots(num_pages - depth, KINDS[variant][1]))
                 grants = list(self.hear(Granted).grants)
             grant = grants.pop()
-            self._write(
-                grant, key, parent, depth, content_digest(self.salt, self._tokens(start, 1)), hold_for
-            )
+            content = content_digest(self.salt, self._tokens(start, 1))
+            self._write(grant, key, parent, depth, content, hold_for, variant)
             parent = key
         return keys
 
     def _write(
-        self, grant: Grant, key: PageKey, parent: bytes, depth: int, content: bytes, hold_for: str | None
+        self,
+        grant: Grant,
+        key: PageKey,
+        parent: bytes,
+        depth: int,
+        content: bytes,
+        hold_for: str | None,
+        variant: str,
     ) -> None:
-        slot = self.client.slot(grant.slot)
-        payload = slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
-        payload[:] = payload_of(key)
-        checksum = page_checksum(key, VARIANT, SPEC, payload)
-        root = RootKey(self.root)
+        spec, nbytes = KINDS[variant]
+        made_from = VARIANT if variant == SMALL_VARIANT else ""
+        slot = self.client.slot(grant)
+        payload = slot[HEADER_BYTES : HEADER_BYTES + nbytes]
+        payload[:] = payload_of(key, nbytes)
+        checksum = page_checksum(key, variant, spec, payload)
         envelope = Envelope(
-            key, VARIANT, SPEC, PAYLOAD_BYTES, checksum, root, parent, self.tenant, depth, self.page_tokens
+            key,
+            variant,
+            spec,
+            nbytes,
+            checksum,
+            RootKey(self.root),
+            parent,
+            self.tenant,
+            depth,
+            self.page_tokens,
+            made_from,
         )
         packed = envelope.pack()
         slot[: len(packed)] = packed
         page = StoredPage(
-            grant, key, VARIANT, self.root, parent, self.tenant, depth, self.page_tokens, checksum,
-            content if depth == 0 else b"",
-        )  # fmt: skip
+            grant=grant,
+            key=key,
+            variant=variant,
+            made_from=made_from,
+            spec_digest=spec,
+            root=self.root,
+            parent=parent,
+            tenant=self.tenant,
+            depth=depth,
+            tokens=self.page_tokens,
+            checksum=checksum,
+            content=content if depth == 0 else b"",
+        )
         self.client.send(Stored([page], hold_for))
 
-    def fetch(self, start: int, num_pages: int) -> tuple[list[HostPage], Missing | None]:
+    def fetch(self, start: int, num_pages: int, lossy: bool = False) -> tuple[list[HostPage], Missing | None]:
         """Locate a chain, check the bytes of each page that comes, and say Copied; what came, and what didn't."""
         self._requests += 1
         request = f"request{self._requests}"
         keys = self.keys(start, num_pages)
         content = content_digest(self.salt, self._tokens(start, 1))
-        self.client.send(Locate(request, self.root, self.tenant, list(keys), VARIANT, 0.0, content))
+        last_position = num_pages * self.page_tokens
+        chains = [lossy_chain(keys) if lossy else plain_chain(keys)]
+        self.client.send(
+            Locate(request, self.root, self.tenant, self.page_tokens, 0, last_position, chains, 0.0, content)
+        )
         located = self.hear(Located)
         missing = located.missing
         pages, coming = list(located.host), set(located.loading)
-        self._copy(request, keys, located.host)
+        self._copy(request, located.host)
         while coming:
             message = self.hear(Loaded, LoadFailed)
             if isinstance(message, LoadFailed):
                 missing = message.missing
-                coming = {index for index in coming if index < message.missing.index}
+                coming = {ref for ref in coming if ref[1] < message.missing.page}
             else:
-                coming -= {page.index for page in message.pages}
+                coming -= {page.page for page in message.pages}
                 pages += message.pages
-                self._copy(request, keys, message.pages)
-        return sorted(pages, key=lambda page: page.index), missing
+                self._copy(request, message.pages)
+        return sorted(pages, key=lambda page: page.page), missing
 
-    def _copy(self, request: str, keys: list[PageKey], pages: list[HostPage]) -> None:
+    def _copy(self, request: str, pages: list[HostPage]) -> None:
         corrupt = []
         for page in pages:
-            key = keys[page.index]
-            payload = self.client.slot(page.grant.slot)[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
-            if page_checksum(key, VARIANT, SPEC, payload) != page.checksum:
-                corrupt.append(page.index)
+            spec, nbytes = KINDS[page.variant]
+            payload = self.client.slot(page.grant)[HEADER_BYTES : HEADER_BYTES + nbytes]
+            if page_checksum(page.key, page.variant, spec, payload) != page.checksum:
+                corrupt.append(page.page)
             else:
-                assert payload == payload_of(key), "another page's bytes"
+                assert payload == payload_of(page.key, nbytes), "another page's bytes"
         if pages:
             self.client.send(
-                Copied(request, [page.index for page in pages], len(pages) * PAYLOAD_BYTES, 1e-4, corrupt)
+                Copied(request, [page.page for page in pages], len(pages) * PAYLOAD_BYTES, 1e-4, corrupt)
             )
 
     def hear(self, *kinds: type[M]) -> M:
@@ -185,6 +235,22 @@ class Peer:
             self._changed.notify_all()
 
 
-def payload_of(key: bytes) -> bytes:
+def hello_of(name: str, incarnation: str = "1", fields: dict[str, str] | None = None) -> Hello:
+    """The first message of a worker that knows both KINDS of pages."""
+    raw = dict.fromkeys((SPEC, SMALL_SPEC), PAYLOAD_BYTES)
+    return Hello(name, incarnation, dict(KINDS.values()), raw, FIELDS if fields is None else fields)
+
+
+def plain_chain(keys: Sequence[bytes], variant: str = VARIANT) -> Chain:
+    """A chain without decay, window or anything in L1."""
+    return Chain(list(keys), [], bytes(len(keys)), variant, "", 0, 0, 1, 0, 0, False)
+
+
+def lossy_chain(keys: Sequence[bytes]) -> Chain:
+    """A chain of a request that takes small pages where there are no others."""
+    return Chain(list(keys), [], bytes(len(keys)), VARIANT, SMALL_VARIANT, 1 << 30, 0, 1, 0, 0, True)
+
+
+def payload_of(key: bytes, nbytes: int = PAYLOAD_BYTES) -> bytes:
     """The right bytes of a page."""
-    return key * (PAYLOAD_BYTES // len(key))
+    return key * (nbytes // len(key))

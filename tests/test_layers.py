@@ -33,6 +33,7 @@ ONLY_IN = {
     "tokenizers": ["workers/model*.py"],
     "huggingface_hub": ["workers/model*.py"],
     "gguf": ["workers/model*.py"],
+    "matplotlib": ["src/kvtier/quality.py"],
     "typer": ["src/kvtier/*"],
     "rich": ["src/kvtier/*"],
 }
@@ -43,15 +44,30 @@ NEVER = {
     "tier": {"ray", "grpc", "triton"},
     "cluster": {"triton", "lmdb"},
 }
+PURE_WORKERS = (
+    *("sequence", "page_table", "scheduler"),
+    *("frames", "page_cache", "page_pool", "pooled_pages"),
+)
 PURE = (
     [
         f"tier/{name}.py"
         for name in (
             *("page", "identity", "prefix", "score", "coordinator", "stats", "messages", "base"),
-            *("cache_state", "records", "events", "misses", "lru"),
+            *(
+                "cache_state",
+                "records",
+                "events",
+                "misses",
+                "lru",
+                "recipe",
+                "lookup",
+                "slots",
+                "room",
+                "cache_check",
+            ),
         )
     ]
-    + [f"workers/{name}.py" for name in ("sequence", "page_table", "scheduler")]
+    + [f"workers/{name}.py" for name in PURE_WORKERS]
     + [f"cluster/{name}.py" for name in ("config", "routing", "text")]
 )
 IMPURE_MODULES = {

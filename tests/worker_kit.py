@@ -12,8 +12,19 @@ from typing import Any
 import torch
 from waiting import until
 
+from kvtier.tier.base import Place
 from kvtier.tier.identity import tenant_salt
-from kvtier.tier.page import TierName
+from kvtier.tier.ipc import NodeClient
+from kvtier.tier.messages import Hello
+from kvtier.tier.page import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    Envelope,
+    PageCorrupt,
+    PageFormat,
+    TierName,
+    slot_bytes,
+)
 from kvtier.tier.service import CacheService
 from kvtier.workers.api import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprobs, Usage
 from kvtier.workers.runner import Runner, StepBatch, load_runner
@@ -71,13 +82,25 @@ class Client:
             self._came.notify_all()
 
     def send(
-        self, prompt: Sequence[int], *, tenant: str = "default", use_cache: bool = True, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        tenant: str = "default",
+        use_cache: bool = True,
+        window: int = 0,
+        sinks: int = 0,
+        lossy: bool = False,
+        **sampling: Any,
     ) -> str:
         """Submit a request; its id."""
         self._sent += 1
         name = f"r{self._sent}"
         params = SamplingParams(**{"max_tokens": 8, **sampling})
-        self.worker.submit(EngineRequest(name, tenant, tuple(prompt), params, use_cache, time.time()))
+        self.worker.submit(
+            EngineRequest(
+                name, tenant, tuple(prompt), params, use_cache, window, sinks, lossy, arrived_s=time.time()
+            )
+        )
         return name
 
     def result(self, name: str, index: int = 0, patience_s: float = PATIENCE_S) -> Result:
@@ -100,6 +123,15 @@ class Client:
         assert sum(usage.cached_tokens.values()) + usage.computed_tokens == usage.prompt_tokens == len(prompt)
         return result
 
+    def together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Tokens of requests that run at once."""
+        return [self.result(name).tokens for name in [self.send(p, **options) for p in prompts]]
+
+    def is_over(self, name: str, index: int = 0) -> bool:
+        """Whether a sequence has ended."""
+        with self._came:
+            return self._is_over(name, index)
+
     def _is_over(self, name: str, index: int) -> bool:
         outputs = self._outputs.get((name, index))
         return bool(outputs) and outputs[-1].finish_reason is not None
@@ -111,6 +143,7 @@ class Slowed:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.rows = 0
+        self.conversions: list[tuple[PageFormat, PageFormat, int]] = []  # from, to, pages
         self.before: Callable[[StepBatch], None] = lambda batch: None
         self.after: Callable[[StepBatch, torch.Tensor], torch.Tensor] = lambda batch, logits: logits
 
@@ -122,28 +155,40 @@ class Slowed:
         self.rows += len(batch.token_ids)
         return self.after(batch, self._runner.forward(batch))
 
+    def convert(
+        self, group: int, sources: Any, source_format: PageFormat, targets: Any, target_format: PageFormat
+    ) -> None:
+        self.conversions.append((source_format, target_format, len(sources)))
+        self._runner.convert(group, sources, source_format, targets, target_format)
+
 
 def tiny_runner(
-    folder: Path, pages: int, max_batch_tokens: int = 256, page_tokens: int = PAGE_TOKENS
+    folder: Path, pages: int, max_batch_tokens: int = 256, page_tokens: int = PAGE_TOKENS, **options: Any
 ) -> Slowed:
-    """The tiny Llama with so many pages of L1."""
+    """A tiny model with room in L1 for so many pages of the tiny Llama in float32."""
     page_bytes = page_tokens * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, head size, float32
     runner = load_runner(
         str(folder),
-        dtype="float32",
-        page_tokens=page_tokens,
-        l1_bytes=(pages + 1) * page_bytes,
-        numerics="auto",
-        forward="auto",
-        threads=1,
-        max_context=2048,
-        max_batch_tokens=max_batch_tokens,
-        epoch=0,
-        native="off",
+        **{
+            "dtype": "float32",
+            "page_tokens": page_tokens,
+            "l1_bytes": pages * page_bytes,
+            "numerics": "auto",
+            "forward": "auto",
+            "threads": 1,
+            "max_context": 2048,
+            "max_batch_tokens": max_batch_tokens,
+            "epoch": 0,
+            "native": "off",
+            **options,
+        },
     )
-    assert runner.spec.nbytes == page_bytes
-    assert runner.arena.shape[0] == pages + 1
     return Slowed(runner)
+
+
+def page_sizes(runner: Slowed) -> list[int]:
+    """Bytes of the pages that a runner's cache may hold."""
+    return [spec.nbytes for group in runner.groups for spec in group.specs.values()]
 
 
 @contextmanager
@@ -181,11 +226,23 @@ def serving(
 
 @contextmanager
 def caching(
-    folder: Path, l3_pages: int = 256, l4_bytes: int = 32 << 20, payload_bytes: int = 8192
+    folder: Path,
+    l3_pages: int = 256,
+    l4_bytes: int = 32 << 20,
+    page_bytes: Sequence[int] = (8192,),
+    l4_variants: frozenset[str] | None = None,
+    l4_folder: Path | None = None,
 ) -> Iterator[CacheService]:
-    """A node's cache on a socket in `folder`."""
+    """A node's cache on a socket in `folder`, for pages of these sizes; its L3 has room for so many of the largest."""
     service = CacheService(
-        "n0", folder / "s", payload_bytes, l3_pages * (payload_bytes + 4096), folder / "l4", l4_bytes
+        "n0",
+        folder / "s",
+        max(page_bytes),
+        l3_pages * slot_bytes(max(page_bytes)),
+        l4_folder or folder / "l4",
+        l4_bytes,
+        min_payload_bytes=min(page_bytes),
+        l4_variants=l4_variants,
     )
     service.start()
     try:
@@ -220,3 +277,39 @@ def sink_to_l4(worker: DecodeWorker, service: CacheService) -> None:
     held = [bytes.fromhex(page.key) for page in service.pages(tier=TierName.HOST, limit=100_000)]
     service.evict(held, TierName.HOST)
     assert service.pages(tier=TierName.HOST) == []
+
+
+def flip_bit(socket_path: Path, runner: Slowed, depth: int) -> None:
+    """Damage the payloads of the pages at `depth` in L3."""
+    with l3_pages(socket_path, runner) as pages:
+        for envelope, payload in pages:
+            if envelope.depth == depth:
+                payload[5] ^= 1
+
+
+@contextmanager
+def l3_pages(socket_path: Path, runner: Slowed) -> Iterator[list[tuple[Envelope, memoryview]]]:
+    """Every page in L3, envelope and payload, through a mapping of one's own."""
+    payloads = {spec.digest: spec.nbytes for group in runner.groups for spec in group.specs.values()}
+    hello = Hello("vandal", "1", payloads, payloads, runner.root_fields())
+    client = NodeClient.connect(socket_path, hello, lambda message: None, lambda: None)
+    found: list[tuple[Envelope, memoryview]] = []
+    slab = client.slab
+    assert slab is not None
+    for unit in range(slab.capacity_bytes // ALIGN_BYTES - 1):
+        head = slab.slot(Place(0, unit), 0)
+        try:
+            envelope = Envelope.unpack(head)
+        except PageCorrupt:
+            continue
+        finally:
+            head.release()
+        slot = slab.slot(Place(0, unit), envelope.payload_bytes)
+        found.append((envelope, slot[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes]))
+        slot.release()
+    try:
+        yield found
+    finally:
+        for _, payload in found:
+            payload.release()
+        client.close()

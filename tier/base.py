@@ -5,6 +5,8 @@ A tier's owner decides (coordinator.py), a tier obeys: it moves bytes to and fro
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -50,22 +52,25 @@ class SegmentAllocator:
         self._free_segments: list[int] = list(range(self.num_segments - 1, -1, -1))
         self._slot_bytes: dict[int, int] = {}  # segment -> its slot size
         self._free: dict[int, dict[int, None]] = {}  # segment -> free slots, next one last
-        self._open: dict[
-            int, dict[int, None]
-        ] = {}  # slot size -> segments with a free slot, in order of opening
+        # slot size -> segments with a free slot to hand out, in order of opening; no size without any
+        self._open: dict[int, dict[int, None]] = {}
+        self._segments: Counter[int] = Counter()  # slot size -> segments that serve it
+        self._closed: set[int] = set()
 
-    def alloc(self, slot_bytes: int) -> Place | None:
-        """A free slot of this size, or None when the tier must make room first."""
-        open_segments = self._open.setdefault(slot_bytes, {})
-        if not open_segments:
-            if not self._free_segments or slot_bytes > self.segment_bytes:
+    def alloc(self, slot_bytes: int, *, may_start: bool = True) -> Place | None:
+        """A free slot of this size, or None when the tier must make room first.
+
+        `may_start`: it may take a free segment for this size, where those that serve it are full.
+        """
+        if slot_bytes not in self._open:
+            if not may_start or not self._free_segments or slot_bytes > self.segment_bytes:
                 return None
             self._start(self._free_segments.pop(), slot_bytes)
-        segment = next(iter(open_segments))
+        segment = next(iter(self._open[slot_bytes]))
         free = self._free[segment]
         index, _ = free.popitem()
         if not free:
-            del open_segments[segment]
+            self._drop_open(slot_bytes, segment)
         self.used_bytes += slot_bytes
         return Place(segment, index)
 
@@ -82,7 +87,7 @@ class SegmentAllocator:
             return False
         del self._free[place.segment][place.index]
         if not self._free[place.segment]:
-            self._open[slot_bytes].pop(place.segment, None)
+            self._drop_open(slot_bytes, place.segment)
         self.used_bytes += slot_bytes
         return True
 
@@ -95,17 +100,56 @@ class SegmentAllocator:
         self.used_bytes -= slot_bytes
         if len(free) == self.segment_bytes // slot_bytes:
             del self._slot_bytes[place.segment], self._free[place.segment]
-            self._open[slot_bytes].pop(place.segment, None)
+            self._drop_open(slot_bytes, place.segment)
+            self._segments[slot_bytes] -= 1
+            if not self._segments[slot_bytes]:
+                del self._segments[slot_bytes]
+            self._closed.discard(place.segment)
             self._free_segments.append(place.segment)
-        else:
-            self._open[slot_bytes][place.segment] = None
+        elif place.segment not in self._closed:
+            self._open.setdefault(slot_bytes, {})[place.segment] = None
+
+    def close(self, segment: int) -> None:
+        """Hand out no more slots of a segment that is in use, until it has been free or is reopened."""
+        self._closed.add(segment)
+        self._drop_open(self._slot_bytes[segment], segment)
+
+    def reopen(self, segment: int) -> None:
+        """End `close`."""
+        self._closed.discard(segment)
+        if self._free.get(segment):
+            self._open.setdefault(self._slot_bytes[segment], {})[segment] = None
 
     def slot_size(self, place: Place) -> int:
         """Bytes of the slots in this place's segment."""
         return self._slot_bytes[place.segment]
 
+    def segments_of(self, slot_bytes: int) -> int:
+        """How many segments serve this size now."""
+        return self._segments[slot_bytes]
+
+    def segments(self) -> Iterator[tuple[int, int]]:
+        """The segments in use, each with its slot size."""
+        return iter(self._slot_bytes.items())
+
+    def used_in(self, segment: int) -> list[Place]:
+        """The slots of a segment that are handed out."""
+        if segment not in self._slot_bytes:
+            return []
+        free = self._free[segment]
+        slots = self.segment_bytes // self._slot_bytes[segment]
+        return [Place(segment, index) for index in range(slots) if index not in free]
+
+    def _drop_open(self, slot_bytes: int, segment: int) -> None:
+        """A size without an open segment leaves no trace: sizes may come and go for ever."""
+        open_segments = self._open.get(slot_bytes, {})
+        open_segments.pop(segment, None)
+        if not open_segments:
+            self._open.pop(slot_bytes, None)
+
     def _start(self, segment: int, slot_bytes: int) -> None:
         self._slot_bytes[segment] = slot_bytes
+        self._segments[slot_bytes] += 1
         self._free[segment] = dict.fromkeys(range(self.segment_bytes // slot_bytes - 1, -1, -1))
         self._open.setdefault(slot_bytes, {})[segment] = None
 
@@ -116,10 +160,12 @@ class SegmentAllocator:
             slots, free = self.segment_bytes // slot_bytes, self._free[segment]
             assert 0 <= segment < self.num_segments and len(free) < slots, f"segment {segment} is free"
             assert all(0 <= index < slots for index in free), f"segment {segment} frees slots it hasn't"
-            assert bool(free) == (segment in self._open[slot_bytes]), f"segment {segment} open or not"
+            is_open = bool(free) and segment not in self._closed
+            assert is_open == (segment in self._open.get(slot_bytes, {})), f"segment {segment} open or not"
             used += (slots - len(free)) * slot_bytes
         assert used == self.used_bytes <= self.capacity_bytes, f"{self.used_bytes} used, {used} counted"
-        assert sum(map(len, self._open.values())) == sum(map(bool, self._free.values()))
+        assert all(self._open.values()) and self._closed <= self._slot_bytes.keys()
+        assert self._segments == Counter(self._slot_bytes.values())
         assert sorted([*self._free_segments, *self._slot_bytes]) == list(range(self.num_segments))
 
 
@@ -173,3 +219,4 @@ class PageInfo:
     pinned: bool
     readers: int
     state: str  # sealed, arriving
+    made_from: str = ""  # the variant it was converted from; "" when the model computed it

@@ -22,13 +22,16 @@ from kvtier.tier.events import (
     WritePage,
 )
 from kvtier.tier.lru import Lru
-from kvtier.tier.messages import Grant, HostPage, Loaded, LoadFailed, Missing, ToWorker
+from kvtier.tier.messages import Grant, HostPage, Loaded, LoadFailed, Missing, PageRef, ToWorker
 from kvtier.tier.misses import Misses, at
 from kvtier.tier.page import Envelope, TierName, slot_bytes
 from kvtier.tier.records import (
     Bandwidth,
     Check,
+    Emptying,
+    Holdings,
     HostCopy,
+    HostOrders,
     Job,
     Limits,
     Load,
@@ -37,15 +40,16 @@ from kvtier.tier.records import (
     SsdCopy,
     Worker,
     Write,
-    parent_id,
+    parent_key,
 )
+from kvtier.tier.slots import HostSlots
 from kvtier.tier.stats import Snapshot, TierCounters
 
 
 class CacheState:
     """All that a node knows of its cache: slots, pages, workers, requests and transfers, and the commands to give.
 
-    `check` states the invariants; every event leaves them true.
+    `check` (cache_check.py) states the invariants; every event leaves them true.
     """
 
     def __init__(
@@ -53,9 +57,9 @@ class CacheState:
         *,
         node_id: str,
         incarnation: str,
-        payload_bytes: int,
-        num_slots: int,
+        host: HostSlots,
         ssd: SegmentAllocator | None = None,
+        ssd_variants: frozenset[str] | None = None,
         recovered: Sequence[CatalogueEntry] = (),
         lost: Sequence[CatalogueEntry] = (),
         roots: Iterable[tuple[bytes, Mapping[str, str]]] = (),
@@ -65,50 +69,55 @@ class CacheState:
         limits: Limits | None = None,
     ) -> None:
         self.node_id, self.incarnation = node_id, incarnation
-        self.payload_bytes = payload_bytes
-        self.slot_bytes = slot_bytes(payload_bytes)
-        self.num_slots = num_slots if num_slots >= 2 else 0
-        self.reserve = min(self.num_slots, max(1, min(16, self.num_slots // 8)))
         self.limits = limits or Limits()
-        self.max_writes = max(
-            1, min(self.limits.writes, self.limits.write_bytes // self.slot_bytes, self.num_slots // 2)
-        )
-        self.max_reads = max(1, min(self.limits.reads, self.num_slots // 4))
+        # Bytes of slots in flight; one page more than none may always be.
+        self.max_write_bytes = min(self.limits.write_bytes, host.capacity_bytes // 2)
+        self.max_read_bytes = host.capacity_bytes // 4
 
         self._now = now
         self._wall_offset_s = wall_offset_s
         self._pages: dict[PageId, Page] = {}
         self._variants: Counter[str] = Counter()  # pages of each variant
-        self._children: dict[PageId, int] = {}  # pages here whose parent this is, where there are any
+        self._children: dict[bytes, int] = {}  # pages here whose parent has this key, where there are any
         self._pinned = 0
+        self._pinned_bytes = 0  # of their slots
+        # Pinned pages that no slot in L3 is kept for yet: those without a copy there, and those whose copy is held (a
+        # held copy that is dropped stays until it is released, and the page may come back meanwhile).
+        self._pins_to_come: dict[Page, None] = {}
         self._misses = Misses(self.limits.gone, self.limits.roots, self.limits.contents)
 
-        self._free = list(range(self.num_slots - 1, -1, -1))
-        self._generation = [0] * self.num_slots
+        self._slots = host
+        self._generation = 0  # of the latest grant
         self._granted: dict[int, Worker] = {}
         self._copies: dict[int, HostCopy] = {}
         self._arriving: dict[int, Load] = {}
-        self._held = 0  # copies with holds
-        self._clean: Lru[Page] = Lru()
-        self._dirty: Lru[Page] = Lru()
-        self._dirty_inner: Lru[Page] = Lru()
+        self._orders: dict[int, HostOrders] = {}  # by slot size
+        self._emptying: Emptying | None = None
+        self._has_emptied = False
+        self._host_holds = Holdings()
 
         self._ssd = ssd
+        self._ssd_variants = ssd_variants  # those that go to L4; None: all
+        self._ssd_holds = Holdings()
         self._ssd_leaves: Lru[Page] = Lru()
         self._ssd_inner: Lru[Page] = Lru()
-        self._ssd_pages = 0
         self._leaving: dict[SsdCopy, None] = {}  # dropped from the catalogue, still being read
         self._ssd_generation = max((e.generation for e in recovered), default=0)
         self._ssd_failing = False
         self._touched: dict[Page, None] = {}
 
         self._workers: dict[WorkerRef, Worker] = {}
-        self._wants: dict[Worker, None] = {}
+        self._sizes: Counter[int] = Counter()  # slot size -> live workers that use it
+        self._raw_payloads: dict[bytes, int] = {}  # spec digest -> bytes in the model's raw format
+        self._wants: dict[tuple[Worker, int], int] = {}  # slots wanted, by payload size
         self._transfer = 0
         self._queue: dict[Load, None] = {}
+        self._queued_bytes = 0  # payloads of the queued loads
         self._reads: dict[int, Load] = {}
+        self._read_bytes = 0  # slots of the reads
         self._to_write: dict[Page, None] = {}
         self._writes: dict[int, Write] = {}
+        self._write_bytes = 0  # slots of the writes
         self._writing: dict[PageId, Write] = {}
         self._jobs: deque[Job] = deque()
         self._checks: dict[int, Check] = {}
@@ -148,13 +157,12 @@ class CacheState:
     def snapshot(self) -> Snapshot:
         """The counters of L3 and L4. Hits are counted by the workers, at a request's first token."""
         host = replace(self._host_counters, loads_s=self._host_counters.loads_s.copy())
-        host.capacity_bytes = self.num_slots * self.slot_bytes
-        host.used_bytes = (self.num_slots - len(self._free)) * self.slot_bytes
-        host.pages = sum(copy.page.host is copy for copy in self._copies.values())
+        host.capacity_bytes, host.used_bytes = self._slots.capacity_bytes, self._slots.used_bytes
+        self._host_holds.describe(host, self._raw_payloads)
         ssd = replace(self._ssd_counters, loads_s=self._ssd_counters.loads_s.copy())
         if self._ssd is not None:
             ssd.capacity_bytes, ssd.used_bytes = self._ssd.capacity_bytes, self._ssd.used_bytes
-            ssd.pages = self._ssd_pages
+        self._ssd_holds.describe(ssd, self._raw_payloads)
         return Snapshot(tiers={TierName.HOST: host, TierName.SSD: ssd})
 
     def pages(self, tenant: bytes | None, tier: TierName | None, limit: int, now: float) -> list[PageInfo]:
@@ -163,11 +171,13 @@ class CacheState:
         for page in self._pages.values():
             if tenant is not None and page.envelope.tenant != tenant:
                 continue
-            for name, copy in ((TierName.HOST, page.host), (TierName.SSD, page.ssd)):
-                if copy is not None and tier in (None, name):
-                    found.append(self._info(page, name, copy.readers, "sealed", now))
-            if page.load is not None and page.load.transfer is not None and tier in (None, TierName.HOST):
-                found.append(self._info(page, TierName.HOST, 0, "arriving", now))
+            host, ssd, load = page.host, page.ssd, page.load
+            if host is not None and tier in (None, TierName.HOST):
+                found.append(self._info(page, host.envelope, TierName.HOST, host.readers, "sealed", now))
+            if ssd is not None and tier in (None, TierName.SSD):
+                found.append(self._info(page, ssd.entry.envelope, TierName.SSD, ssd.readers, "sealed", now))
+            if load is not None and load.transfer is not None and tier in (None, TierName.HOST):
+                found.append(self._info(page, load.source.entry.envelope, TierName.HOST, 0, "arriving", now))
             if len(found) >= limit:
                 return found[:limit]
         return found
@@ -180,7 +190,7 @@ class CacheState:
             page.ssd = SsdCopy(entry)
             page.uses = entry.uses
             page.last_use = min(self._now, entry.last_use_s - self._wall_offset_s)
-            self._ssd_pages += 1
+            self._ssd_holds.add(page.envelope)
             if page.content:
                 self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
         for page in self._pages.values():
@@ -202,17 +212,20 @@ class CacheState:
         self._pages[page.id] = page
         self._variants[envelope.variant] += 1
         self._misses.came(page.id)
-        parent = parent_id(page)
+        parent = parent_key(page)
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
-            if self._children[parent] == 1 and parent in self._pages:
-                self._settle(self._pages[parent])
+            if self._children[parent] == 1:
+                self._settle_all(parent)
         return page
 
-    def _arrive(self, page: Page, grant: Grant) -> HostCopy:
-        copy = HostCopy(page, grant)
+    def _arrive(self, page: Page, grant: Grant, envelope: Envelope) -> HostCopy:
+        copy = HostCopy(page, grant, envelope)
         self._copies[grant.slot] = copy
         page.host = copy
+        self._host_holds.add(page.envelope)
+        if page.pinned:
+            self._mark_lasting(copy)
         self._settle(page)
         return copy
 
@@ -223,25 +236,32 @@ class CacheState:
         self._fail_waiters(page, reason, detail)
         del self._pages[page.id]
         self._touched.pop(page, None)
-        self._pinned -= page.pinned
-        page.pinned = False
+        if page.pinned:
+            self._set_pinned(page, False)
         self._variants[page.id[1]] -= 1
         if not self._variants[page.id[1]]:
             del self._variants[page.id[1]]
         self._misses.left(page.id, reason, detail)
-        parent = parent_id(page)
+        parent = parent_key(page)
         if parent is not None:
             self._children[parent] -= 1
             if not self._children[parent]:
                 del self._children[parent]
-                if parent in self._pages:
-                    self._settle(self._pages[parent])
+                self._settle_all(parent)
+
+    def _evict_host(self, page: Page) -> None:
+        self._host_counters.evicted_pages += 1
+        self._drop_host(page)
+        self._lost_if_nowhere(page, "evicted", self._by_lru(page, TierName.HOST))
 
     def _drop_host(self, page: Page) -> None:
         copy, page.host = page.host, None
         assert copy is not None
+        self._host_holds.remove(page.envelope)
         self._to_write.pop(page, None)
         self._settle(page)
+        if page.pinned or copy.holds:
+            self._mark_lasting(copy)
         if not copy.readers:
             self._free_slot(copy)
 
@@ -249,7 +269,7 @@ class CacheState:
         """The record goes now, the slot when its readers are gone."""
         copy, page.ssd = page.ssd, None
         assert copy is not None
-        self._ssd_pages -= 1
+        self._ssd_holds.remove(page.envelope)
         self._drops.append(page.id)
         self._touched.pop(page, None)
         self._settle(page)
@@ -297,7 +317,29 @@ class CacheState:
 
     def _free_slot(self, copy: HostCopy) -> None:
         del self._copies[copy.grant.slot]
-        self._free.append(copy.grant.slot)
+        self._slots.free(copy.grant.slot)
+
+    def _mark_lasting(self, copy: HostCopy) -> None:
+        """After its holds, its page's pin, or whether it can be found have changed."""
+        pinned = copy.page.pinned and copy.page.host is copy
+        self._slots.set_lasting(copy.grant.slot, copy.holds > 0 or pinned)
+        self._note_pin(copy.page)
+
+    def _note_pin(self, page: Page) -> None:
+        if page.pinned and (page.host is None or page.host.holds):
+            self._pins_to_come[page] = None
+        else:
+            self._pins_to_come.pop(page, None)
+
+    def _set_pinned(self, page: Page, pinned: bool) -> None:
+        """Pin or unpin a page that is not so yet."""
+        assert page.pinned != pinned
+        page.pinned = pinned
+        self._pinned += 1 if pinned else -1
+        self._pinned_bytes += page.slot_bytes if pinned else -page.slot_bytes
+        self._note_pin(page)
+        if page.host is not None:
+            self._mark_lasting(page.host)
 
     def _free_place(self, place: Place, wipe: bool) -> None:
         assert self._ssd is not None
@@ -310,6 +352,8 @@ class CacheState:
         if worker.grants.get(grant.slot) != grant:
             return False
         del worker.grants[grant.slot], self._granted[grant.slot]
+        worker.stock[self._slots.size(grant.slot)] -= 1
+        self._slots.set_lasting(grant.slot, False)
         return True
 
     # ---- requests and the loads they wait for ------------------------------------------------------------------
@@ -324,59 +368,68 @@ class CacheState:
         if request.is_over:
             request.worker.requests.pop(request.request_id, None)
 
-    def _wait_for(self, page: Page, request: Request, index: int) -> None:
+    def _wait_for(self, page: Page, request: Request, ref: PageRef) -> None:
         load = page.load
         if load is None:
             assert page.ssd is not None
             load = page.load = Load(page, page.ssd, self._now)
             page.ssd.readers += 1
             self._queue[load] = None
-        load.waiters[request, index] = None
-        request.waits[index] = load
+            self._queued_bytes += page.envelope.payload_bytes
+        load.waiters[request, ref] = None
+        request.waits[ref] = load
 
-    def _end_waits(self, request: Request, from_index: int) -> None:
+    def _end_waits(self, request: Request, from_page: int) -> None:
         """Ends a request's waits; a queued load that nobody waits for is given up, a running one goes on."""
-        for index in [i for i in request.waits if i >= from_index]:
-            load = request.waits.pop(index)
-            del load.waiters[request, index]
-            if not load.waiters and load.page.load is load:
+        for ref in [ref for ref in request.waits if ref[1] >= from_page]:
+            load = request.waits.pop(ref)
+            del load.waiters[request, ref]
+            if not load.waiters and load.page.load is load and load.transfer is None:
+                load.page.load = None
                 self._unqueue(load)
 
     def _unqueue(self, load: Load) -> None:
-        if load.transfer is None:
-            load.page.load = None
-            del self._queue[load]
-            self._end_ssd_read(load.page, load.source)
+        """A queued load is given up."""
+        self._leave_queue(load)
+        self._end_ssd_read(load.page, load.source)
+
+    def _leave_queue(self, load: Load) -> None:
+        del self._queue[load]
+        self._queued_bytes -= load.page.envelope.payload_bytes
 
     def _serve_waiters(self, page: Page, copy: HostCopy, *, from_ssd: bool) -> None:
         """The page is in L3: all that wait for it get a lease. A load that another way overtook is abandoned."""
         load, page.load = page.load, None
         if load is None:
             return
-        for request, index in load.waiters:
-            del request.waits[index]
-            request.leases[index] = copy
-            copy.readers += 1
-            found = HostPage(index, copy.grant, page.envelope.checksum, page.envelope.tokens, from_ssd)
+        for request, ref in load.waiters:
+            del request.waits[ref]
+            found = self._lease(request, ref, copy, from_ssd=from_ssd)
             self._send(request.worker, Loaded(request.request_id, [found]))
         load.waiters = {}
         if load.transfer is None:
-            del self._queue[load]
-            self._end_ssd_read(page, load.source)
+            self._unqueue(load)
+
+    def _lease(self, request: Request, ref: PageRef, copy: HostCopy, *, from_ssd: bool) -> HostPage:
+        copy.readers += 1
+        request.leases[ref] = copy
+        page = copy.envelope
+        return HostPage(
+            ref, copy.grant, page.key, page.variant, page.spec_digest, page.checksum, page.tokens, from_ssd
+        )
 
     def _fail_waiters(self, page: Page, reason: str, detail: str) -> None:
         """The page will not come: chains that wait for it end there. Its load is abandoned."""
         load, page.load = page.load, None
         if load is None:
             return
-        for request, index in list(load.waiters):
-            if request.waits.get(index) is load:
-                self._send(request.worker, LoadFailed(request.request_id, Missing(index, reason, detail)))
-                self._end_waits(request, index)
+        for request, ref in list(load.waiters):
+            if request.waits.get(ref) is load:
+                self._send(request.worker, LoadFailed(request.request_id, Missing(ref[1], reason, detail)))
+                self._end_waits(request, ref[1])
                 self._forget_if_over(request)
         if load.transfer is None:
-            del self._queue[load]
-            self._end_ssd_read(page, load.source)
+            self._unqueue(load)
 
     # ---- the orders of eviction --------------------------------------------------------------------------------
 
@@ -386,10 +439,11 @@ class CacheState:
 
         A copy that turns out to be in use when its turn comes leaves its order, and is settled again after use.
         """
-        is_inner = page.id in self._children
+        is_inner = page.envelope.key in self._children
         order: Lru[Page] | None = None
         if page.host is not None:
-            order = self._clean if page.ssd is not None else self._dirty_inner if is_inner else self._dirty
+            orders = self._orders.get(page.slot_bytes) or self._orders_of(page.slot_bytes)
+            order = orders.clean if page.ssd is not None else orders.dirty_inner if is_inner else orders.dirty
         if order is not page.host_order:
             if page.host_order is not None:
                 page.host_order.discard(page)
@@ -405,6 +459,42 @@ class CacheState:
             if order is not None:
                 order.add(page)
             page.ssd_order = order
+
+    def _settle_all(self, key: bytes) -> None:
+        for variant in self._variants:
+            if (page := self._pages.get((key, variant))) is not None:
+                self._settle(page)
+
+    def _orders_of(self, size: int) -> HostOrders:
+        """The orders of a size that comes into use; those of sizes that nobody uses any more go."""
+        for other in [s for s, o in self._orders.items() if s not in self._sizes and not any(map(len, o))]:
+            del self._orders[other]
+        orders = self._orders[size] = HostOrders()
+        return orders
+
+    def _sinks(self, page: Page) -> bool:
+        """Whether pages such as this one go to L4."""
+        return (
+            self._ssd is not None
+            and page.slot_bytes <= self._ssd.segment_bytes
+            and (self._ssd_variants is None or page.id[1] in self._ssd_variants)
+        )
+
+    def _may_lose(self, page: Page) -> bool:
+        """May a page that L4 lacks go from L3? Not while writes may soon leave clean ones to go instead."""
+        return page.ssd is not None or not self._writes or not self._sinks(page)
+
+    def _room_to_grant(self, worker: Worker, payload_bytes: int) -> int:
+        """Stocks take at most half of L3; of that each worker has its share, and of it each of its sizes."""
+        size = slot_bytes(payload_bytes)
+        share = self._slots.capacity_bytes // (2 * len(self._workers) * len(worker.sizes))
+        room = max(1, share // size) - worker.stock[size]
+        return min(room, self._slots.room_to_last(size, self._sizes, len(self._pins_to_come)))
+
+    def _may_read(self, page: Page) -> bool:
+        """May one more page be on its way up?"""
+        fits = self._read_bytes + page.slot_bytes <= self.max_read_bytes
+        return not self._reads or (len(self._reads) < self.limits.reads and fits)
 
     def _host_victim(self, order: Lru[Page]) -> Page | None:
         while (page := order.oldest()) is not None:
@@ -483,11 +573,11 @@ class CacheState:
             if page is not None:
                 yield page
 
-    def _max_pinned(self) -> int:
+    def _max_pinned_bytes(self) -> int:
         """Pins may take half of the smallest tier that is on: there is always something to evict."""
         if self._ssd is None:
-            return self.num_slots // 2
-        return min(self.num_slots, self._ssd.capacity_bytes // self.slot_bytes) // 2
+            return self._slots.capacity_bytes // 2
+        return min(self._slots.capacity_bytes, self._ssd.capacity_bytes) // 2
 
     def _wall(self) -> str:
         return at(self._now + self._wall_offset_s)
@@ -499,8 +589,9 @@ class CacheState:
     def _by_request(self, tier: TierName) -> str:
         return f"evicted from {tier} by request at {self._wall()}"
 
-    def _info(self, page: Page, tier: TierName, readers: int, state: str, now: float) -> PageInfo:
-        envelope = page.envelope
+    def _info(
+        self, page: Page, envelope: Envelope, tier: TierName, readers: int, state: str, now: float
+    ) -> PageInfo:
         return PageInfo(
             key=envelope.key.hex(),
             tier=tier,
@@ -517,133 +608,5 @@ class CacheState:
             pinned=page.pinned,
             readers=readers,
             state=state,
+            made_from=envelope.made_from,
         )
-
-    # ---- the invariants ----------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Re-derive every counter and table from scratch; AssertionError names what doesn't hold."""
-        self._check_slots()
-        self._check_readers()
-        self._check_transfers()
-        self._check_pages()
-        self._check_ssd()
-        self._misses.check()
-        for order in (self._clean, self._dirty, self._dirty_inner, self._ssd_leaves, self._ssd_inner):
-            order.check()
-        assert not (self._drops or self._wipes or self._write_commands or self._answers or self._out)
-
-    def _check_slots(self) -> None:
-        """Each slot is free, granted, arriving or sealed, and exactly one of these."""
-        parts = (self._free, self._granted, self._arriving, self._copies)
-        assert sorted(slot for part in parts for slot in part) == list(range(self.num_slots)), "slots leak"
-        for slot, worker in self._granted.items():
-            assert self._workers.get(worker.ref) is worker
-            assert worker.grants[slot] == Grant(slot, self._generation[slot])
-        assert len(self._granted) == sum(len(w.grants) for w in self._live())
-        for slot, copy in self._copies.items():
-            assert copy.grant == Grant(slot, self._generation[slot])
-            assert copy.page.host is copy or copy.readers, "a copy that can't be found and isn't read"
-        held = sum(copy.holds > 0 for copy in self._copies.values())
-        assert self._held == held
-        assert len(self._granted) + held <= max(0, self.num_slots - self.reserve), "the reserve is taken"
-
-    def _check_readers(self) -> None:
-        """Readers are exactly the leases, holds and transfers; only sealed copies have any."""
-        readers: Counter[HostCopy | SsdCopy] = Counter()
-        holds: Counter[HostCopy] = Counter()
-        for worker in self._live():
-            assert len(worker.requests) <= self.limits.requests_per_worker
-            for request_id, request in worker.requests.items():
-                assert request.request_id == request_id and request.worker is worker and not request.is_over
-                readers.update(request.leases.values())
-                readers.update(request.held.keys())
-                holds.update(request.held.keys())
-                for index, load in request.waits.items():
-                    assert (request, index) in load.waiters and load.page.load is load
-        readers.update(write.copy for write in self._writes.values())
-        readers.update(load.source for load in self._queue)
-        readers.update(load.source for load in self._reads.values())
-        readers.update(check.copy for check in self._checks.values())
-        copies: set[HostCopy | SsdCopy] = set(self._copies.values())
-        copies.update(page.ssd for page in self._pages.values() if page.ssd is not None)
-        copies.update(self._leaving)
-        assert readers.keys() <= copies, "a reader of what no tier holds"
-        for copy in copies:
-            assert copy.readers == readers[copy], "readers miscounted"
-            assert not isinstance(copy, HostCopy) or copy.holds == holds[copy]
-        assert all(copy.readers for copy in self._leaving)
-
-    def _check_transfers(self) -> None:
-        """Each arriving copy belongs to one transfer; nothing waits that could go on."""
-        assert len(self._reads) <= self.max_reads and len(self._writes) <= self.max_writes
-        assert len(self._checks) <= self.limits.verifies
-        for slot, load in self._arriving.items():
-            assert load.grant is not None and load.grant.slot == slot
-            assert load.transfer is not None and self._reads[load.transfer] is load
-        assert len(self._arriving) == len(self._reads)
-        for load in [*self._queue, *self._reads.values()]:
-            if load.page.load is load:
-                assert load.page.host is None and load.page.ssd is load.source
-            else:
-                assert load.transfer is not None and not load.waiters, "an abandoned load is still waited for"
-            for request, index in load.waiters:
-                assert request.waits[index] is load
-        for load in self._queue:
-            assert load.waiters and load.transfer is None
-        if self._queue and len(self._reads) < self.max_reads:
-            assert self._take_none(), "a load waits though a slot could be had"
-        assert self._writing == {write.page.id: write for write in self._writes.values()}
-        assert len(self._writing) == len(self._writes)
-        for page in self._to_write:
-            assert page.host is not None and page.ssd is None and self._pages[page.id] is page
-        for worker in self._wants:
-            assert worker.wanted > 0 and not worker.fenced and self._workers[worker.ref] is worker
-
-    def _take_none(self) -> bool:
-        """Is there truly no slot for a load?"""
-        listed = [
-            c for c in self._copies.values() if c.page.host is c and not c.readers and not c.page.pinned
-        ]
-        if self._writes:
-            listed = [copy for copy in listed if copy.page.ssd is not None]
-        return not self._free and not listed
-
-    def _check_pages(self) -> None:
-        """Pages, their children and pins, and the orders they are evicted by."""
-        children: Counter[PageId] = Counter()
-        for page_id, page in self._pages.items():
-            assert page.id == page_id == (page.envelope.key, page.envelope.variant)
-            assert page.host is not None or page.ssd is not None, "a page that no tier holds"
-            parent = parent_id(page)
-            if parent is not None:
-                children[parent] += 1
-            if page.host is not None:
-                assert self._copies[page.host.grant.slot] is page.host
-                dirty = self._dirty_inner if page.id in self._children else self._dirty
-                order = self._clean if page.ssd is not None else dirty
-                assert page.host_order is None or (page.host_order is order and page in order)
-                assert page.host_order or page.host.readers or page.pinned, (
-                    "a copy in L3 that can't be evicted"
-                )
-            if page.ssd is not None:
-                order = self._ssd_inner if page.id in self._children else self._ssd_leaves
-                assert page.ssd_order is None or (page.ssd_order is order and page in order)
-                assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
-        assert children == self._children
-        assert self._variants == Counter(variant for _, variant in self._pages)
-        assert self._pinned == sum(page.pinned for page in self._pages.values()) <= self._max_pinned()
-        assert all(self._pages[page.id] is page and page.ssd is not None for page in self._touched)
-        orders = (self._clean, self._dirty, self._dirty_inner)
-        assert sum(map(len, orders)) == sum(p.host_order is not None for p in self._pages.values())
-
-    def _check_ssd(self) -> None:
-        """L4's slots are exactly those of its pages, of pages leaving, and of writes in flight."""
-        if self._ssd is None:
-            assert not (self._ssd_pages or self._writes or self._to_write or self._leaving)
-            return
-        sealed = [page.ssd for page in self._pages.values() if page.ssd is not None]
-        assert self._ssd_pages == len(sealed)
-        entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
-        assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
-        assert self._ssd.used_bytes == sum(e.slot_bytes for e in entries) <= self._ssd.capacity_bytes

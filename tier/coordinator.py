@@ -8,10 +8,9 @@ catalogue mirror and the slots of L4, the grants and leases of the workers, and 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from kvtier.tier.base import CatalogueEntry, Outcome, Place
-from kvtier.tier.cache_state import CacheState
 from kvtier.tier.events import (
     Clear,
     Command,
@@ -22,6 +21,7 @@ from kvtier.tier.events import (
     Failure,
     ForgetTenant,
     FromWorker,
+    PageId,
     Pin,
     Quiesce,
     ReadDone,
@@ -40,15 +40,17 @@ from kvtier.tier.events import (
     WritePage,
 )
 from kvtier.tier.identity import root_key
+from kvtier.tier.lookup import Hit, Lookup, malformed
 from kvtier.tier.messages import (
     Copied,
-    Grant,
     Granted,
     Hello,
     HostPage,
     Locate,
     Located,
     Missing,
+    NewRoot,
+    PageRef,
     Refused,
     Release,
     ReturnSlots,
@@ -58,21 +60,33 @@ from kvtier.tier.messages import (
     WantSlots,
     Welcome,
 )
-from kvtier.tier.page import Envelope, PageKey, RootKey, TierName
-from kvtier.tier.records import Check, HostCopy, Job, Page, Request, SsdCopy, Worker, Write
+from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, TierName, slot_bytes
+from kvtier.tier.records import (
+    Check,
+    HostCopy,
+    Job,
+    Load,
+    Page,
+    Request,
+    SsdCopy,
+    Worker,
+    Write,
+)
+from kvtier.tier.room import HostRoom
 
 
-class Coordinator(CacheState):
+class Coordinator(HostRoom):
     """All decisions of a node's cache. One owner calls it, from one thread.
 
-    L3 is `num_slots` slots of one size (fewer than two: the tier is off, and with it what it would reach); L4 is what
-    `ssd` allocates (None: off), `recovered` its catalogue at the start, `lost` what was in it but is no longer in L4's
-    files. `wall_offset_s` is wall clock minus the clock
-    of `now`. Invariants are those that `check` states.
+    L3 is what `host` has of slots (none: the tier is off, and with it what it would reach); L4 is what `ssd` allocates
+    (None: off), of pages in `ssd_variants` (None: in all), `recovered` its catalogue at the start, `lost` what was in it
+    but is no longer in L4's files. `wall_offset_s` is wall clock minus the clock of `now`. Invariants are those that
+    `check` states.
 
-    Liveness: grants in stock, held (preempted) and pinned pages may take all slots but `reserve`. What is in the other
-    slots goes by itself: it is evictable, being written, or leased to a copy that the worker makes at once. So a load
-    always finds a slot sooner or later, however long the queue.
+    Liveness: grants in stock, held (preempted) and pinned pages leave some slots of every size in use alone, or
+    segments that can become such. What is there goes by itself: it is evictable, being written, or leased to a copy
+    that the worker makes at once. So a load finds a slot sooner or later, however long the queue; where what lasts was
+    there before its size came into use and leaves nothing, it fails.
     """
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -80,8 +94,12 @@ class Coordinator(CacheState):
         self._now = now
         self._apply(event)
         self._pump_writes()
-        self._pump_loads()
-        self._pump_grants()
+        self._pump_emptying()
+        self._has_emptied = True
+        while self._has_emptied:  # one size has got its slot, so another's turn may have come
+            self._has_emptied = False
+            self._pump_loads()
+            self._pump_grants()
         self._pump_checks()
         return self._take_commands()
 
@@ -129,17 +147,14 @@ class Coordinator(CacheState):
         if worker is None or worker.fenced:
             return
         match message:
+            case NewRoot():
+                self._learn_root(message.root_fields)
             case WantSlots():
-                worker.wanted = max(0, message.count)
-                self._wants.pop(worker, None)
-                if worker.wanted:
-                    self._wants[worker] = None
-                else:
-                    self._send(worker, Granted([]))
+                self._want(worker, message)
             case ReturnSlots():
                 for grant in message.grants:
                     if self._end_grant(worker, grant):
-                        self._free.append(grant.slot)
+                        self._slots.free(grant.slot)
             case Stored():
                 self._stored(worker, message)
             case Locate():
@@ -149,16 +164,12 @@ class Coordinator(CacheState):
             case Release():
                 request = worker.requests.get(message.request_id)
                 if request is not None:
-                    self._release(request, message.from_index)
+                    self._release(request, message.from_page)
 
     def _hello(self, ref: WorkerRef, hello: Hello) -> None:
         if ref in self._workers:
             return
-        refusal = None
-        if hello.payload_bytes != self.payload_bytes:
-            refusal = f"pages of {hello.payload_bytes} bytes can't go into slots for {self.payload_bytes}"
-        elif len(self._workers) >= self.limits.workers:
-            refusal = f"{self.limits.workers} workers are connected, no more are served"
+        refusal = self._refusal(hello)
         if refusal is not None:
             self._out.append(Send(ref, Refused(refusal)))
             self._out.append(Disconnect(ref, refusal))
@@ -167,39 +178,79 @@ class Coordinator(CacheState):
             if older.ref.worker_id == ref.worker_id:
                 self._fence(older, "a newer start of the same worker has connected")
         worker = self._workers[ref] = Worker(ref, hello)
-        root = root_key(hello.root_fields)
+        self._sizes.update(worker.sizes)
+        for spec, nbytes in hello.raw_payloads.items():
+            self._raw_payloads.pop(spec, None)
+            self._raw_payloads[spec] = nbytes
+        while len(self._raw_payloads) > self.limits.specs:
+            del self._raw_payloads[next(iter(self._raw_payloads))]
+        self._learn_root(hello.root_fields)
+        self._send(worker, Welcome(self.node_id, self.incarnation, self._slots.capacity_bytes))
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Why this worker can't be served; None when it can."""
+        if len(self._workers) >= self.limits.workers:
+            return f"{self.limits.workers} workers are connected, no more are served"
+        if not 0 < len(hello.payloads) <= self.limits.sizes_per_worker:
+            return f"the worker names {len(hello.payloads)} kinds of pages, 1 to {self.limits.sizes_per_worker} are served"
+        largest, smallest = max(hello.payloads.values()), min(hello.payloads.values())
+        if smallest <= 0:
+            return f"pages of {smallest} bytes can't be"
+        if slot_bytes(largest) > self._slots.segment_bytes:
+            return (
+                f"pages of {largest} bytes can't go into L3: it was made for pages of at most "
+                f"{self._slots.segment_bytes - HEADER_BYTES} bytes when the node started"
+            )
+        return None
+
+    def _learn_root(self, fields: dict[str, str]) -> None:
+        root = root_key(fields)
         if not self._misses.knows_root(root):
-            self._misses.add_root(root, hello.root_fields)
+            self._misses.add_root(root, fields)
             self._out.append(SaveRoots(self._misses.roots()))
-        total = self.num_slots * self.slot_bytes
-        self._send(worker, Welcome(self.node_id, self.incarnation, total, self.slot_bytes))
 
     def _worker_gone(self, ref: WorkerRef) -> None:
         worker = self._workers.pop(ref, None)
         if worker is None:
             return
         worker.fenced = True
-        worker.wanted = 0
-        self._wants.pop(worker, None)
+        self._forget_wants(worker)
+        self._sizes -= Counter(worker.sizes)
         for request in list(worker.requests.values()):
             self._release(request, 0)
         for grant in list(worker.grants.values()):
             self._end_grant(worker, grant)
-            self._free.append(grant.slot)
+            self._slots.free(grant.slot)
 
     def _fence(self, worker: Worker, reason: str) -> None:
         if not worker.fenced:
             worker.fenced = True
-            worker.wanted = 0
-            self._wants.pop(worker, None)
+            self._forget_wants(worker)
             self._out.append(Disconnect(worker.ref, reason))
+
+    def _forget_wants(self, worker: Worker) -> None:
+        for want in [want for want in self._wants if want[0] is worker]:
+            del self._wants[want]
+
+    def _want(self, worker: Worker, message: WantSlots) -> None:
+        if message.payload_bytes not in worker.hello.payloads.values():
+            self._fence(
+                worker, f"it wants slots for pages of {message.payload_bytes} bytes, which it hasn't named"
+            )
+            return
+        want = (worker, message.payload_bytes)
+        self._wants.pop(want, None)
+        if message.count > 0:
+            self._wants[want] = message.count
+        else:
+            self._send(worker, Granted([]))
 
     # ---- stored pages ------------------------------------------------------------------------------------------
 
     def _stored(self, worker: Worker, message: Stored) -> None:
         request = None if message.hold_for is None else self._request(worker, message.hold_for)
         for stored in message.pages:
-            wrong = _malformed(stored)
+            wrong = _malformed(worker.hello, stored)
             if wrong:
                 self._fence(worker, f"it stored a page with {wrong}")
                 break
@@ -209,7 +260,7 @@ class Coordinator(CacheState):
                     request.held[copy] = None
                     copy.readers += 1
                     copy.holds += 1
-                    self._held += copy.holds == 1
+                    self._mark_lasting(copy)
             else:
                 self._note(
                     f"worker {worker.ref.worker_id} stored into slot {stored.grant.slot}, which isn't granted to it"
@@ -222,17 +273,21 @@ class Coordinator(CacheState):
         page_id = (stored.key, stored.variant)
         page = self._pages.get(page_id)
         if page is not None and page.host is not None:
-            self._free.append(stored.grant.slot)
+            self._slots.free(stored.grant.slot)
             page.last_use = self._now
             return page.host
+        if page is not None and page.envelope.payload_bytes != stored.grant.payload_bytes:
+            self._purge(page, "lost", wipe=False)  # no keys of ours name pages of two sizes
+            page = None
+        envelope = _envelope(stored)
         if page is None:
-            page = self._create(_envelope(worker.hello, stored), stored.content)
+            page = self._create(envelope, stored.content)
         page.last_use = self._now
         self._host_counters.demoted_pages += 1
-        self._host_counters.bytes_in += self.payload_bytes
-        copy = self._arrive(page, stored.grant)
+        self._host_counters.bytes_in += page.envelope.payload_bytes
+        copy = self._arrive(page, stored.grant, envelope)
         self._serve_waiters(page, copy, from_ssd=False)
-        if page.ssd is None and self._ssd is not None and not self._quiesced:
+        if page.ssd is None and self._sinks(page) and not self._quiesced:
             self._to_write[page] = None
         if stored.content and stored.depth == 0:
             self._misses.add_content(stored.tenant, stored.content, stored.root, page_id)
@@ -243,101 +298,147 @@ class Coordinator(CacheState):
     # ---- lookups and leases ------------------------------------------------------------------------------------
 
     def _locate(self, worker: Worker, message: Locate) -> None:
+        wrong = malformed(message)
+        if wrong is not None:
+            self._fence(worker, f"it asked for {wrong}")
+            return
         request = self._request(worker, message.request_id)
         if request is None:
             why = f"{self.limits.requests_per_worker} requests of this worker are served, no more are"
-            self._send(worker, Located(message.request_id, [], [], Missing(0, "no_room", why)))
+            self._located(worker, message, self._without_node(message, "no_room", why))
             return
         before = list(request.leases.values())
         self._end_waits(request, 0)
         request.leases = {}
-
-        chain, missing = self._find(message)
-        host: list[HostPage] = []
-        loading: list[int] = []
-        for index, page in enumerate(chain):
-            page.uses += 1
-            page.last_use = self._now
-            if page.ssd is not None:
-                self._touched[page] = None
-            copy = page.host
-            if copy is not None:
-                copy.readers += 1
-                request.leases[index] = copy
-                host.append(HostPage(index, copy.grant, page.envelope.checksum, page.envelope.tokens, False))
-            else:
-                self._wait_for(page, request, index)
-                loading.append(index)
-
+        self._located(worker, message, self._find(worker, message), request)
         for copy in before:
             self._end_read(copy)
         self._forget_if_over(request)
         if len(self._touched) >= self.limits.persist_every:
             self._persist_uses()
-        self._send(worker, Located(message.request_id, host, loading, missing))
 
-    def _find(self, message: Locate) -> tuple[list[Page], Missing | None]:
-        """The pages of the chain that are here and worth having, and why there are no more."""
-        if self.num_slots == 0:
-            return [], Missing(0, "cache_off", "the node has no L3") if message.keys else None
-        chain: list[Page] = []
-        missing: Missing | None = None
-        first_load: int | None = None
-        to_load = 0
-        for index, key in enumerate(message.keys):
-            if index == self.limits.keys_per_locate:
-                missing = Missing(index, "no_room", f"a chain is looked up for at most {index} pages")
-                break
-            page = self._pages.get((key, message.variant))
-            if page is None or not self._fits(page, message.tenant):
-                content = message.first_content if index == 0 else b""
-                gone = self._misses.why((key, message.variant), message.root, message.tenant, content)
-                missing = Missing(index, gone.reason, gone.detail)
-                break
-            if page.host is None:
-                first_load = index if first_load is None else first_load
-                to_load += page.load is None
-            chain.append(page)
-        if first_load is not None and message.recompute_s > 0:
-            ahead = len(self._queue) + len(self._reads)
-            load_s = (ahead + to_load) * self.payload_bytes / self._bandwidth.at(self._now)
-            compute_s = (len(chain) - first_load) * message.recompute_s
-            if load_s > compute_s:
-                detail = (
-                    f"loading from L4 would take {load_s * 1e3:.1f} ms ({ahead} pages ahead), "
-                    f"computing {compute_s * 1e3:.1f} ms"
-                )
-                return chain[:first_load], Missing(first_load, "costlier", detail)
-        return chain, missing
+    def _located(
+        self,
+        worker: Worker,
+        message: Locate,
+        found: tuple[Hit, Missing | None],
+        request: Request | None = None,
+    ) -> None:
+        """Lease, or load, what the prefix needs, and say so."""
+        hit, missing = found
+        host: list[HostPage] = []
+        loading: list[PageRef] = []
+        for ref, page in hit.needed:
+            assert request is not None
+            page.uses += 1
+            page.last_use = self._now
+            if page.ssd is not None:
+                self._touched[page] = None
+            if page.host is not None:
+                host.append(self._lease(request, ref, page.host, from_ssd=False))
+            else:
+                self._wait_for(page, request, ref)
+                loading.append(ref)
+        self._send(worker, Located(message.request_id, hit.pages, host, loading, missing))
 
-    def _fits(self, page: Page, tenant: bytes) -> bool:
-        # Keys are salted per tenant and digest the page's shape, so a page found by key fits; this is the second lock.
-        return page.envelope.tenant == tenant and page.envelope.payload_bytes == self.payload_bytes
+    def _without_node(self, message: Locate, reason: str, detail: str) -> tuple[Hit, Missing | None]:
+        """What L1 alone can serve."""
+        lookup = Lookup(message, lambda key, variant: None, self.limits.keys_per_locate)
+        hit = lookup.longest()
+        asked = message.first_page + len(message.chains[0].keys)
+        return hit, Missing(hit.pages, reason, detail) if hit.pages < asked else None
+
+    def _find(self, worker: Worker, message: Locate) -> tuple[Hit, Missing | None]:
+        """The longest prefix that is here and worth having, and why it is no longer."""
+        if not self._slots.capacity_bytes:
+            return self._without_node(message, "cache_off", "the node has no L3")
+        pages, payloads, tenant = self._pages, worker.hello.payloads, message.tenant
+
+        def find(key: bytes, variant: str) -> Page | None:
+            page = pages.get((key, variant))
+            # Keys are salted per tenant and digest the page's shape, so a page found by key fits; this is the second lock.
+            if page is None or page.envelope.tenant != tenant:
+                return None
+            return page if payloads.get(page.envelope.spec_digest) == page.envelope.payload_bytes else None
+
+        lookup = Lookup(message, find, self.limits.keys_per_locate)
+        hit = lookup.longest()
+        to_load = [page for _, page in hit.needed if page.host is None]
+        if to_load and message.recompute_s > 0:
+            resident = lookup.longest_resident()
+            why = self._costlier(to_load, (hit.pages - resident.pages) * message.recompute_s)
+            if why is not None and resident.pages < hit.pages:
+                return resident, Missing(resident.pages, "costlier", why)
+            if why is not None:
+                hit = resident
+        return hit, self._why_not_longer(lookup, hit, message)
+
+    def _costlier(self, pages: list[Page], compute_s: float) -> str | None:
+        """Whether loading takes longer than computing, in a sentence; else None."""
+        ahead = len(self._queue) + len(self._reads)
+        nbytes = self._queued_bytes + sum(load.page.envelope.payload_bytes for load in self._reads.values())
+        nbytes += sum(page.envelope.payload_bytes for page in pages if page.load is None)
+        load_s = nbytes / self._bandwidth.at(self._now)
+        if load_s <= compute_s:
+            return None
+        return (
+            f"loading from L4 would take {load_s * 1e3:.1f} ms ({ahead} pages ahead), "
+            f"computing {compute_s * 1e3:.1f} ms"
+        )
+
+    def _why_not_longer(self, lookup: Lookup, hit: Hit, message: Locate) -> Missing | None:
+        if hit.pages == lookup.end:
+            limit = f"prefixes are looked up for at most {self.limits.keys_per_locate} pages at once"
+            return Missing(hit.pages, "no_room", limit) if lookup.is_cut else None
+        blocked = lookup.blocked_at(hit.pages)
+        where = ""
+        if (blocked.chain, blocked.page) != (0, hit.pages):
+            where = f"page {blocked.page} of layer group {blocked.chain}: "
+        if blocked.is_here:
+            wanted = " or ".join(dict.fromkeys(variant for _, variant in blocked.wanted))
+            return Missing(hit.pages, "variant", f"{where}it is here, but not as {wanted}")
+        if smaller := self._smaller_variant(blocked.wanted, message.tenant):
+            return Missing(
+                hit.pages, "variant", f"{where}it is here as {smaller}, for requests that say lossy"
+            )
+        is_first = blocked.page == 0 and blocked.chain == 0
+        content = message.first_content if is_first else b""
+        gone = self._misses.why(blocked.wanted, message.root, message.tenant, content)
+        return Missing(hit.pages, gone.reason, where + gone.detail)
+
+    def _smaller_variant(self, wanted: tuple[PageId, ...], tenant: bytes) -> str:
+        """The format, one of those that L4 keeps instead of L1's, in which one of these pages is here; "" for none."""
+        for key, _ in wanted:
+            for variant in self._ssd_variants or ():
+                page = self._pages.get((key, variant))
+                if page is not None and page.envelope.tenant == tenant:
+                    return variant
+        return ""
 
     def _copied(self, worker: Worker, message: Copied) -> None:
         request = worker.requests.get(message.request_id)
         if request is None:
             return
         corrupt = set(message.corrupt)
-        for index in message.indexes:
-            copy = request.leases.pop(index, None)
+        for ref in message.pages:
+            copy = request.leases.pop(ref, None)
             if copy is not None:
-                if index in corrupt:
+                if ref in corrupt:
                     self._drop_corrupt(copy, "a worker's read")
                 self._end_read(copy)
         self._forget_if_over(request)
         self._host_counters.bytes_out += message.nbytes
-        if message.indexes:
-            self._host_counters.loads_s.append(message.seconds / len(message.indexes))
+        if message.pages:
+            self._host_counters.loads_s.append(message.seconds / len(message.pages))
 
-    def _release(self, request: Request, from_index: int) -> None:
-        self._end_waits(request, from_index)
-        for index in [i for i in request.leases if i >= from_index]:
-            self._end_read(request.leases.pop(index))
-        if from_index <= 0:
+    def _release(self, request: Request, from_page: int) -> None:
+        self._end_waits(request, from_page)
+        for ref in [ref for ref in request.leases if ref[1] >= from_page]:
+            self._end_read(request.leases.pop(ref))
+        if from_page <= 0:
             for copy in request.held:
                 copy.holds -= 1
-                self._held -= copy.holds == 0
+                self._mark_lasting(copy)
                 self._end_read(copy)
             request.held = {}
         self._forget_if_over(request)
@@ -345,47 +446,65 @@ class Coordinator(CacheState):
     # ---- L4 -> L3 ----------------------------------------------------------------------------------------------
 
     def _pump_loads(self) -> None:
-        while self._queue and len(self._reads) < self.max_reads:
-            grant = self._take_slot()
-            if grant is None:
-                return
+        while self._queue:
             load = next(iter(self._queue))
-            del self._queue[load]
+            page = load.page
+            if not self._may_read(page):
+                return
+            grant = self._take_slot(page.envelope.payload_bytes)
+            if grant is None:
+                if self._slots.available(page.slot_bytes) > 0:
+                    return
+                # What is in stock, held and pinned is of other sizes, and leaves no segment to this one.
+                self._fail_waiters(
+                    page, "no_room", f"L3 has no room for pages of {page.envelope.payload_bytes} bytes"
+                )
+                continue
+            self._leave_queue(load)
             if not self._reads:
                 self._bandwidth.started(self._now)
             load.transfer, load.grant = self._next_transfer(), grant
             self._reads[load.transfer] = load
+            self._read_bytes += page.slot_bytes
             self._arriving[grant.slot] = load
             entry = load.source.entry
             key, variant = entry.envelope.key, entry.envelope.variant
-            self._out.append(ReadPage(load.transfer, entry.place, grant.slot, key, variant))
+            self._out.append(
+                ReadPage(load.transfer, entry.place, grant.slot, entry.envelope.payload_bytes, key, variant)
+            )
+
+    def _end_load(self, transfer: int) -> Load:
+        """A read is over; its slot is no longer arriving."""
+        load = self._reads.pop(transfer)
+        assert load.grant is not None
+        del self._arriving[load.grant.slot]
+        self._read_bytes -= load.page.slot_bytes
+        return load
 
     def _read_done(self, transfer: int, envelope: Envelope) -> None:
         if envelope.checksum != self._reads[transfer].source.entry.envelope.checksum:
             self._read_failed(transfer, "corrupt", "the slot holds other bytes than the catalogue says")
             return
-        load = self._reads.pop(transfer)
+        load = self._end_load(transfer)
         page, grant = load.page, load.grant
         assert grant is not None
-        del self._arriving[grant.slot]
-        self._bandwidth.finished(self.payload_bytes, self._now)
-        self._ssd_counters.bytes_out += self.payload_bytes
+        self._bandwidth.finished(grant.payload_bytes, self._now)
+        self._ssd_counters.bytes_out += grant.payload_bytes
         self._ssd_counters.loads_s.append(self._now - load.queued_at)
         if page.load is load:
             self._host_counters.promoted_pages += 1
-            self._host_counters.bytes_in += self.payload_bytes
-            copy = self._arrive(page, grant)
+            self._host_counters.bytes_in += grant.payload_bytes
+            copy = self._arrive(page, grant, load.source.entry.envelope)
             self._serve_waiters(page, copy, from_ssd=True)
         else:
-            self._free.append(grant.slot)
+            self._slots.free(grant.slot)
         self._end_ssd_read(page, load.source)
 
     def _read_failed(self, transfer: int, failure: Failure, detail: str) -> None:
-        load = self._reads.pop(transfer)
+        load = self._end_load(transfer)
         page, grant = load.page, load.grant
         assert grant is not None
-        del self._arriving[grant.slot]
-        self._free.append(grant.slot)
+        self._slots.free(grant.slot)
         reason = "corrupt" if failure == "corrupt" else "load_failed"
         if page.ssd is load.source:
             self._ssd_counters.corrupt_pages += failure == "corrupt"
@@ -397,13 +516,14 @@ class Coordinator(CacheState):
     # ---- L3 -> L4 ----------------------------------------------------------------------------------------------
 
     def _pump_writes(self) -> None:
-        while self._to_write and len(self._writes) < self.max_writes:
+        while self._to_write and len(self._writes) < self.limits.writes:
             # A page whose former life is still being written waits: its record must be the later one.
             page = next((p for p in self._to_write if p.id not in self._writing), None)
-            if page is None:
+            if page is None or (self._writes and self._write_bytes + page.slot_bytes > self.max_write_bytes):
                 return
-            place = self._ssd_place()
-            if place is None and (self._leaving or self._reads or self._queue or self._checks):
+            place = self._ssd_place(page.slot_bytes)
+            busy = self._leaving or self._reads or self._queue or self._checks or self._writes
+            if place is None and busy:
                 return  # room may come when these are done
             del self._to_write[page]
             if place is None:
@@ -411,21 +531,27 @@ class Coordinator(CacheState):
             assert page.host is not None
             self._ssd_generation += 1
             entry = CatalogueEntry(
-                page.envelope, place, self.slot_bytes, self._ssd_generation, page.content, page.uses
+                page.host.envelope, place, page.slot_bytes, self._ssd_generation, page.content, page.uses
             )
             entry.last_use_s = page.last_use + self._wall_offset_s
             page.host.readers += 1
             write = Write(page, page.host, entry)
             transfer = self._next_transfer()
             self._writes[transfer] = self._writing[page.id] = write
+            self._write_bytes += page.slot_bytes
             self._write_commands.append(WritePage(transfer, page.host.grant.slot, entry))
 
-    def _write_done(self, transfer: int) -> None:
+    def _end_write(self, transfer: int) -> Write:
         write = self._writes.pop(transfer)
+        del self._writing[write.page.id]
+        self._write_bytes -= write.page.slot_bytes
+        return write
+
+    def _write_done(self, transfer: int) -> None:
+        write = self._end_write(transfer)
         page = write.page
-        del self._writing[page.id]
-        self._ssd_counters.bytes_in += self.payload_bytes
-        self._host_counters.bytes_out += self.payload_bytes
+        self._ssd_counters.bytes_in += page.envelope.payload_bytes
+        self._host_counters.bytes_out += page.envelope.payload_bytes
         self._ssd_failing = False
         if self._pages.get(page.id) is not page:  # it was dropped meanwhile
             self._drops.append(page.id)
@@ -433,13 +559,12 @@ class Coordinator(CacheState):
         else:
             self._ssd_counters.demoted_pages += 1
             page.ssd = SsdCopy(write.entry)
-            self._ssd_pages += 1
+            self._ssd_holds.add(page.envelope)
             self._settle(page)
         self._end_read(write.copy)
 
     def _write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
-        write = self._writes.pop(transfer)
-        del self._writing[write.page.id]
+        write = self._end_write(transfer)
         self._free_place(write.entry.place, wipe=False)
         if failure == "corrupt":
             self._drop_corrupt(write.copy, "the write to L4")
@@ -448,10 +573,10 @@ class Coordinator(CacheState):
             self._note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
         self._end_read(write.copy)
 
-    def _ssd_place(self) -> Place | None:
+    def _ssd_place(self, size: int) -> Place | None:
         assert self._ssd is not None
         for _ in range(self.limits.evictions_per_write):
-            place = self._ssd.alloc(self.slot_bytes)
+            place = self._ssd.alloc(size)
             if place is not None:
                 return place
             page = self._ssd_victim(self._ssd_leaves) or self._ssd_victim(self._ssd_inner)
@@ -462,43 +587,6 @@ class Coordinator(CacheState):
             self._lost_if_nowhere(page, "evicted", self._by_lru(page, TierName.SSD))
         return None
 
-    # ---- room in L3 --------------------------------------------------------------------------------------------
-
-    def _pump_grants(self) -> None:
-        if self._draining:
-            return
-        for worker in list(self._wants):
-            share = max(1, self.num_slots // (2 * len(self._workers)))
-            # Long-lived slots never touch the reserve, so that a load can always go on; see the class docstring.
-            lasting = len(self._granted) + self._held + self._pinned
-            room = min(worker.wanted, share - len(worker.grants), self.num_slots - self.reserve - lasting)
-            grants: list[Grant] = []
-            while len(grants) < room and (grant := self._take_slot()) is not None:
-                grants.append(grant)
-            if not grants:
-                continue  # answered when there is one
-            for grant in grants:
-                worker.grants[grant.slot] = grant
-                self._granted[grant.slot] = worker
-            worker.wanted = 0
-            del self._wants[worker]
-            self._send(worker, Granted(grants))
-
-    def _take_slot(self) -> Grant | None:
-        """A free slot, made free if need be: clean pages go first, dirty ones only while no write is about to end."""
-        if not self._free:
-            page = self._host_victim(self._clean)
-            if page is None and not self._writes:
-                page = self._host_victim(self._dirty) or self._host_victim(self._dirty_inner)
-            if page is None:
-                return None
-            self._host_counters.evicted_pages += 1
-            self._drop_host(page)
-            self._lost_if_nowhere(page, "evicted", self._by_lru(page, TierName.HOST))
-        slot = self._free.pop()
-        self._generation[slot] += 1
-        return Grant(slot, self._generation[slot])
-
     # ---- admin verbs -------------------------------------------------------------------------------------------
 
     def _pin(self, key: bytes) -> Outcome:
@@ -507,19 +595,19 @@ class Coordinator(CacheState):
             outcome = Outcome.ACCEPTED
             if page.pinned:
                 continue
-            lasting = len(self._granted) + self._held + self._pinned
-            if self._pinned >= self._max_pinned() or lasting >= self.num_slots - self.reserve:
+            is_over = self._pinned_bytes + page.slot_bytes > self._max_pinned_bytes()
+            sizes = self._sizes.keys() | {page.slot_bytes}
+            if is_over or not self._slots.room_to_last(page.slot_bytes, sizes, len(self._pins_to_come)):
                 return Outcome.REJECTED
-            page.pinned = True
-            self._pinned += 1
+            self._set_pinned(page, True)
         return outcome
 
     def _unpin(self, key: bytes) -> Outcome:
         outcome = Outcome.MISSING
         for page in self._named(key):
             outcome = Outcome.ACCEPTED
-            self._pinned -= page.pinned
-            page.pinned = False
+            if page.pinned:
+                self._set_pinned(page, False)
             self._settle(page)
         return outcome
 
@@ -603,8 +691,11 @@ class Coordinator(CacheState):
                 job.running += 1
                 transfer = self._next_transfer()
                 self._checks[transfer] = Check(job, page, copy)
-                place = Place(0, copy.grant.slot) if isinstance(copy, HostCopy) else copy.entry.place
-                self._out.append(VerifyPage(transfer, tier, place, page.envelope))
+                if isinstance(copy, HostCopy):
+                    place, envelope = Place(0, copy.grant.slot), copy.envelope
+                else:
+                    place, envelope = copy.entry.place, copy.entry.envelope
+                self._out.append(VerifyPage(transfer, tier, place, envelope))
             if job.todo or job.running:
                 return
             self._jobs.popleft()
@@ -641,26 +732,28 @@ class Coordinator(CacheState):
             return
         for copy in self._copies.values():
             page = copy.page
-            if page.host is copy and page.ssd is None and page.id not in self._writing:
+            is_done = page.host is not copy or page.ssd is not None or page.id in self._writing
+            if not is_done and self._sinks(page):
                 self._to_write[page] = None
 
 
-def _envelope(hello: Hello, stored: StoredPage) -> Envelope:
+def _envelope(stored: StoredPage) -> Envelope:
     return Envelope(
         key=PageKey(stored.key),
         variant=stored.variant,
-        spec_digest=hello.spec_digest,
-        payload_bytes=hello.payload_bytes,
+        spec_digest=stored.spec_digest,
+        payload_bytes=stored.grant.payload_bytes,
         checksum=stored.checksum,
         root=RootKey(stored.root),
         parent=stored.parent,
         tenant=stored.tenant,
         depth=stored.depth,
         tokens=stored.tokens,
+        made_from=stored.made_from,
     )
 
 
-def _malformed(stored: StoredPage) -> str | None:
+def _malformed(hello: Hello, stored: StoredPage) -> str | None:
     """What an envelope couldn't hold of a page's description; None when all is well."""
     for name, value, length in (
         ("key", stored.key, 32),
@@ -668,13 +761,18 @@ def _malformed(stored: StoredPage) -> str | None:
         ("parent", stored.parent, 32),
         ("tenant", stored.tenant, 16),
         ("checksum", stored.checksum, 16),
+        ("spec digest", stored.spec_digest, 16),
     ):
         if len(value) != length:
             return f"a {name} of {len(value)} bytes, {length} expected"
+    if hello.payloads.get(stored.spec_digest) != stored.grant.payload_bytes:
+        return f"a slot for {stored.grant.payload_bytes} bytes, which its Hello doesn't say of that spec"
     if len(stored.content) not in (0, 16):
         return f"a content digest of {len(stored.content)} bytes, 16 expected"
     if not 0 < len(stored.variant.encode()) <= 16:
         return f"variant {stored.variant!r}, 1 to 16 bytes expected"
+    if len(stored.made_from.encode()) > 16:
+        return f"made_from {stored.made_from!r}, at most 16 bytes expected"
     if not 0 < stored.tokens < 2**16:
         return f"{stored.tokens} tokens"
     if not 0 <= stored.depth < 2**32:

@@ -175,11 +175,12 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class ReadPage:
-    """L4 -> L3: fill slot `slot` from `place`. Answered by ReadDone or ReadFailed."""
+    """L4 -> L3: fill slot `slot`, for `payload_bytes`, from `place`. Answered by ReadDone or ReadFailed."""
 
     transfer: int
     place: Place
     slot: int
+    payload_bytes: int
     key: PageKey
     variant: str
 
@@ -198,7 +199,7 @@ class WritePage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPage:
-    """Check the copy in L3 slot `place` or L4 place `place`. Answered by Verified."""
+    """Check the copy in L3 slot `place.index` or L4 place `place`. Answered by Verified."""
 
     transfer: int
     tier: TierName

@@ -1,4 +1,4 @@
-"""L1: the arena of page frames beside the model. Hands frames out and moves page bytes in, out and between them.
+"""L1: the arena of pages beside the model. Hands out frames of any page size, moves bytes in, out and between them.
 
 The same code on a CPU, where the arena is RAM, and on a GPU: only this file knows the difference.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -15,86 +16,183 @@ import torch
 from kvtier.tier.page import PageSpec
 
 HUGE_PAGE_BYTES = 2 << 20
+# More slabs: less to move when a size needs one, more places lost at their ends. Chosen by hand.
+MIN_SLABS, MIN_SLAB_PAGES, MAX_SLAB_PAGES = 64, 8, 64
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def new_arena(num_frames: int, page_bytes: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Zeroed uint8 [num_frames, page_bytes]. On a CPU every byte is touched, in huge pages where the kernel gives them.
+def new_arena(num_units: int, unit_bytes: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Zeroed uint8 [num_units, unit_bytes]. On a CPU every byte is touched, in huge pages where the kernel gives them.
 
     Raises ValueError for a shape that can't be, OSError or torch.OutOfMemoryError when there is no room.
     """
-    if num_frames < 1 or page_bytes < 1:
-        raise ValueError(f"an arena needs frames and bytes, got {num_frames} frames of {page_bytes} bytes")
+    if num_units < 1 or unit_bytes < 1:
+        raise ValueError(f"an arena needs units and bytes, got {num_units} units of {unit_bytes} bytes")
     device = torch.device(device)
     if device.type != "cpu":
-        return torch.zeros(num_frames, page_bytes, dtype=torch.uint8, device=device)
-    nbytes = num_frames * page_bytes
+        return torch.zeros(num_units, unit_bytes, dtype=torch.uint8, device=device)
+    nbytes = num_units * unit_bytes
     # Private: huge pages of shared memory are another, usually closed, switch of the kernel.
     memory = mmap.mmap(
         -1, -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
     with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).zero_().view(num_frames, page_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).zero_().view(num_units, unit_bytes)
 
 
-class FrameAllocator:
-    """Which frames of an arena are free. Pure; owned by the worker's step loop.
+class SlabAllocator:
+    """Which units of an arena are free, for pages of one or several sizes. Pure; owned by the worker's step loop.
 
-    Invariant: used_bytes == page_bytes * frames handed out <= capacity_bytes.
+    Sizes are in units; a frame is a page's first unit. The arena is cut in slabs of equal size, each of which serves one
+    page size at a time and is free again when its last page is. With one size there is one slab, and frames of one unit
+    are page numbers.
+
+    `used` and `free` count, by size, pages handed out and places left in that size's slabs. A size with a slab's worth
+    of free places can give up any of its slabs, once the pages of that slab have moved to them.
     """
 
-    def __init__(self, num_frames: int, page_bytes: int) -> None:
-        if num_frames < 0 or page_bytes < 1:
-            raise ValueError(f"num_frames {num_frames} and page_bytes {page_bytes} must be positive")
-        self.num_frames = num_frames
-        self.page_bytes = page_bytes
-        self._free = list(range(num_frames - 1, -1, -1))  # the next one last
-        self._used = bytearray(num_frames)
+    def __init__(self, num_units: int, sizes: Iterable[int]) -> None:
+        self.sizes = tuple(sorted(set(sizes)))
+        if not self.sizes or self.sizes[0] < 1 or num_units < self.sizes[-1]:
+            raise ValueError(f"{num_units} units can't hold a page of each of the sizes {self.sizes}")
+        self.num_units = num_units
+        self.num_slabs = _slabs_for(num_units // self.sizes[-1], len(self.sizes))
+        self.slab_units = num_units // self.num_slabs
+        self.used = dict.fromkeys(self.sizes, 0)
+        self.free = dict.fromkeys(self.sizes, 0)
+        self._size: list[int | None] = [None] * self.num_slabs
+        self._taken: list[set[int]] = [set() for _ in range(self.num_slabs)]
+        self._places: list[list[int]] = [[] for _ in range(self.num_slabs)]  # free ones, the next one last
+        # By size, the slabs with a free place, in order of opening.
+        self._open: dict[int, dict[int, None]] = {size: {} for size in self.sizes}
+        self._free_slabs = list(range(self.num_slabs - 1, -1, -1))
+        if len(self.sizes) == 1:
+            self._begin(self._free_slabs.pop(), self.sizes[0])
 
     @property
-    def free_frames(self) -> int:
-        """Frames that can be handed out now."""
-        return len(self._free)
+    def used_units(self) -> int:
+        """Units of the pages handed out."""
+        return sum(size * pages for size, pages in self.used.items())
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of all frames."""
-        return self.num_frames * self.page_bytes
+    def per_slab(self, size: int) -> int:
+        """Pages of a size that a slab holds."""
+        return self.slab_units // size
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the frames handed out."""
-        return (self.num_frames - len(self._free)) * self.page_bytes
+    def can_hold(self, pages: Mapping[int, int]) -> bool:
+        """Whether so many pages by size fit into the arena, if each lies where it takes least room. From any thread."""
+        return sum(-(-count // self.per_slab(size)) for size, count in pages.items()) <= self.num_slabs
 
-    def alloc(self, frames: int) -> list[int] | None:
-        """So many frames, or None and nothing taken when there are fewer."""
-        if frames > len(self._free):
+    def size_of(self, frame: int) -> int:
+        """The size that the frame was handed out for."""
+        size = self._size[frame // self.slab_units]
+        assert size is not None and frame in self._taken[frame // self.slab_units], f"frame {frame} is free"
+        return size
+
+    def alloc(self, size: int, count: int) -> list[int]:
+        """At most `count` frames for pages of a size: those that are free."""
+        frames: list[int] = []
+        opened = self._open[size]
+        while len(frames) < count and (opened or self._free_slabs):
+            if not opened:
+                self._begin(self._free_slabs.pop(), size)
+            slab = next(iter(opened))
+            places = self._places[slab]
+            keep = max(0, len(places) - count + len(frames))
+            taken = places[keep:]
+            taken.reverse()
+            del places[keep:]
+            self._taken[slab].update(taken)
+            frames += taken
+            if not places:
+                del opened[slab]
+        self.used[size] += len(frames)
+        self.free[size] -= len(frames)
+        return frames
+
+    def give_back(self, frame: int) -> None:
+        """A frame is free; the one given back last is handed out first."""
+        slab = frame // self.slab_units
+        taken, size = self._taken[slab], self._size[slab]
+        assert size is not None and frame in taken, f"frame {frame} freed twice"
+        taken.remove(frame)
+        self._places[slab].append(frame)
+        self.used[size] -= 1
+        self.free[size] += 1
+        if taken or len(self.sizes) == 1:
+            self._open[size][slab] = None
+        else:
+            self._end(slab, size)
+
+    def surplus(self, but: int) -> int | None:
+        """A size other than `but` that can give up a slab; the one with most slabs' worth of free places."""
+        sizes = [s for s in self.sizes if s != but and self.free[s] >= self.per_slab(s)]
+        return max(sizes, key=lambda size: self.free[size] // self.per_slab(size), default=None)
+
+    def vacate(self, size: int, in_copy: Container[int]) -> dict[int, int] | None:
+        """Empty a size's emptiest slab without a frame in `in_copy`: where each of its pages is to move, which are
+        handed out, while their old places count as free. None when each slab has such a frame.
+        """
+        assert self.free[size] >= self.per_slab(size), f"the pages of a slab of size {size} fit nowhere else"
+        slabs = [slab for slab, served in enumerate(self._size) if served == size]
+        for slab in sorted(slabs, key=lambda slab: len(self._taken[slab])):
+            if not any(frame in in_copy for frame in self._taken[slab]):
+                break
+        else:
             return None
-        keep = len(self._free) - frames
-        taken = self._free[keep:]
-        taken.reverse()
-        del self._free[keep:]
-        for frame in taken:
-            self._used[frame] = 1
-        return taken
-
-    def free(self, frames: list[int]) -> None:
-        """Give frames back; the ones given back last are handed out first."""
-        for frame in frames:
-            assert self._used[frame], f"frame {frame} freed twice"
-            self._used[frame] = 0
-        self._free += frames
+        self._open[size].pop(slab, None)  # its own places are no target
+        old = sorted(self._taken[slab])
+        new = self.alloc(size, len(old))
+        for frame in old:
+            self.give_back(frame)
+        return dict(zip(old, new, strict=True))
 
     def check(self) -> None:
         """Re-derive the counts; AssertionError where one differs."""
-        assert len(set(self._free)) == len(self._free) == self.num_frames - sum(self._used), "free frames"
-        assert not any(self._used[frame] for frame in self._free), "a frame both free and used"
+        for size in self.sizes:
+            slabs = [slab for slab, served in enumerate(self._size) if served == size]
+            assert self.used[size] == sum(len(self._taken[slab]) for slab in slabs), (
+                f"used pages of size {size}"
+            )
+            assert self.free[size] == sum(len(self._places[slab]) for slab in slabs), f"places of size {size}"
+            assert self._open[size].keys() == {s for s in slabs if self._places[s]}, (
+                f"open slabs of size {size}"
+            )
+            for slab in slabs:
+                first = slab * self.slab_units
+                places = range(first, first + self.per_slab(size) * size, size)
+                known = [*self._taken[slab], *self._places[slab]]
+                assert sorted(known) == list(places), f"places of slab {slab}"
+                assert self._taken[slab] or len(self.sizes) == 1, f"slab {slab} serves nobody and isn't free"
+        free = {slab for slab, served in enumerate(self._size) if served is None}
+        assert free == set(self._free_slabs) and len(free) == len(self._free_slabs), "free slabs"
+
+    def _begin(self, slab: int, size: int) -> None:
+        first, places = slab * self.slab_units, self.per_slab(size)
+        self._size[slab] = size
+        self._places[slab] = list(range(first + (places - 1) * size, first - 1, -size))
+        self._open[size][slab] = None
+        self.free[size] += places
+
+    def _end(self, slab: int, size: int) -> None:
+        self.free[size] -= len(self._places[slab])
+        self._size[slab] = None
+        self._places[slab] = []
+        self._open[size].pop(slab, None)
+        self._free_slabs.append(slab)
+
+
+def _slabs_for(pages: int, sizes: int) -> int:
+    """Slabs of an arena for so many pages of the largest size: where it can be two for each size, of 8 to 64 pages."""
+    if sizes == 1:
+        return 1
+    per_slab = min(MAX_SLAB_PAGES, max(MIN_SLAB_PAGES, pages // MIN_SLABS))
+    return max(min(2 * sizes, pages), pages // per_slab)
 
 
 class Arena:
-    """The copies of L1, on a view of the runner's arena (uint8 [num_frames, page_bytes]).
+    """The copies of L1, on a view of the runner's arena (uint8 [units, unit_bytes]); frame f begins at unit f.
 
     Every call may come from any thread; two at once must not touch the same frame. Copies of whole pages release the
     GIL. On a GPU, `copy_in` and `copy_out` run on a stream of their own, after what is queued on the caller's current
@@ -105,92 +203,108 @@ class Arena:
     def __init__(self, arena: torch.Tensor) -> None:
         if arena.dtype != torch.uint8 or arena.ndim != 2 or not arena.is_contiguous():
             raise ValueError(
-                f"arena must be contiguous uint8 [frames, bytes], got {arena.dtype} {list(arena.shape)}"
+                f"arena must be contiguous uint8 [units, bytes], got {arena.dtype} {list(arena.shape)}"
             )
-        self.num_frames, self.page_bytes = arena.shape
-        self._arena = arena
-        self._host: Bytes | None = arena.numpy() if arena.device.type == "cpu" else None
+        self.num_units, self.unit_bytes = arena.shape
+        self._bytes = arena.view(-1)
+        self._host: Bytes | None = self._bytes.numpy() if arena.device.type == "cpu" else None
         self._stream: torch.cuda.Stream | None = None
         if arena.device.type == "cuda":
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
 
     def copy_in(self, frame: int, payload: memoryview) -> None:
-        """Fill a frame from host memory of exactly one page."""
-        self._expect(frame, payload)
+        """Fill a frame's first bytes from host memory: a whole page."""
+        place = self._place(frame, payload.nbytes)
         if self._host is not None:
-            self._host[frame] = np.frombuffer(payload, np.uint8)
+            self._host[place] = np.frombuffer(payload, np.uint8)
         else:
-            self._transfer(self._arena[frame], torch.frombuffer(payload, dtype=torch.uint8))
+            self._transfer(self._bytes[place], torch.frombuffer(payload, dtype=torch.uint8))
 
     def copy_out(self, frame: int, out: memoryview) -> None:
-        """Write a frame's bytes into writable host memory of exactly one page."""
-        self._expect(frame, out)
+        """Write a frame's first bytes into writable host memory: a whole page."""
+        place = self._place(frame, out.nbytes)
         if self._host is not None:
-            np.frombuffer(out, np.uint8)[:] = self._host[frame]
+            np.frombuffer(out, np.uint8)[:] = self._host[place]
         else:
-            self._transfer(torch.frombuffer(out, dtype=torch.uint8), self._arena[frame])
+            self._transfer(torch.frombuffer(out, dtype=torch.uint8), self._bytes[place])
 
-    def copy_page(self, src: int, dst: int) -> None:
-        """Copy a whole frame over another."""
-        self._expect_two(src, dst)
+    def move(self, src: int, dst: int, nbytes: int) -> None:
+        """Copy a frame's first bytes over those of another frame."""
+        source, target = self._place(src, nbytes), self._place(dst, nbytes)
+        assert source.stop <= target.start or target.stop <= source.start, f"frames {src} and {dst} overlap"
         if self._host is not None:
-            self._host[dst] = self._host[src]
+            self._host[target] = self._host[source]
         else:
-            self._arena[dst].copy_(self._arena[src])
+            self._bytes[target].copy_(self._bytes[source])
 
     def copy_head(self, src: int, dst: int, tokens: int, spec: PageSpec) -> None:
-        """Copy keys and values of a page's first `tokens` tokens into another frame, whose other bytes stay."""
-        self._expect_two(src, dst)
+        """Copy what a page holds of its first `tokens` tokens into another frame, whose other bytes stay."""
+        assert src != dst, f"frame {src} copied over itself"
         assert 0 <= tokens <= spec.page_tokens
         if self._host is not None:
-            self._host_rows(dst, spec)[..., :tokens, :] = self._host_rows(src, spec)[..., :tokens, :]
+            for source, target in zip(
+                self._host_rows(self._host, src, spec), self._host_rows(self._host, dst, spec), strict=True
+            ):
+                target[..., :tokens, :] = source[..., :tokens, :]
         else:
-            self._device_rows(dst, spec)[..., :tokens, :] = self._device_rows(src, spec)[..., :tokens, :]
+            for rows, other in zip(self._device_rows(src, spec), self._device_rows(dst, spec), strict=True):
+                other[..., :tokens, :] = rows[..., :tokens, :]
 
     def zero_tail(self, frame: int, from_token: int, spec: PageSpec) -> None:
-        """Zero a page's keys and values from a token on, so that what lies there can't depend on history."""
-        self._expect(frame)
+        """Zero what a page holds of its tokens from one on, so that what lies there can't depend on history."""
         assert 0 <= from_token <= spec.page_tokens
         if self._host is not None:
-            self._host_rows(frame, spec)[..., from_token:, :] = 0
+            for rows in self._host_rows(self._host, frame, spec):
+                rows[..., from_token:, :] = 0
         else:
-            self._device_rows(frame, spec)[..., from_token:, :] = 0
+            for parts in self._device_rows(frame, spec):
+                parts[..., from_token:, :] = 0
 
-    def _expect(self, frame: int, buffer: memoryview | None = None) -> None:
-        assert 0 <= frame < self.num_frames, f"no frame {frame} among {self.num_frames}"
-        if buffer is not None and buffer.nbytes != self.page_bytes:
-            raise ValueError(f"a page has {self.page_bytes} bytes, got {buffer.nbytes}")
-
-    def _expect_two(self, src: int, dst: int) -> None:
-        assert src != dst, f"frame {src} copied over itself"
-        self._expect(src)
-        self._expect(dst)
+    def _place(self, frame: int, nbytes: int) -> slice:
+        start = frame * self.unit_bytes
+        assert 0 <= frame < self.num_units, f"no frame {frame} among {self.num_units}"
+        if not 0 < nbytes <= self._bytes.numel() - start:
+            raise ValueError(
+                f"a page of {nbytes} bytes at unit {frame} of {self.num_units} ends behind the arena"
+            )
+        return slice(start, start + nbytes)
 
     def _transfer(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._bytes.device))
         with torch.cuda.stream(self._stream):
             dst.copy_(src, non_blocking=True)
         self._stream.synchronize()
 
-    def _host_rows(self, frame: int, spec: PageSpec) -> Bytes:
-        """[layers, k and v, heads, page_tokens, bytes of a head's row], a view."""
-        assert self._host is not None and spec.nbytes == self.page_bytes
-        shape, strides = _rows_layout(spec)
-        return np.ndarray(shape, np.uint8, self._host, frame * self.page_bytes, strides)
+    def _host_rows(self, host: Bytes, frame: int, spec: PageSpec) -> list[Bytes]:
+        """[layers, heads, page_tokens, bytes of a row] for each section of the page's records; views."""
+        start = self._place(frame, spec.nbytes).start
+        return [
+            np.ndarray(shape, np.uint8, host, start + at, strides)
+            for shape, strides, at in _rows_layout(spec)
+        ]
 
-    def _device_rows(self, frame: int, spec: PageSpec) -> torch.Tensor:
-        """[layers, k and v, heads, page_tokens, bytes of a head's row], a view."""
-        assert spec.nbytes == self.page_bytes
-        shape, strides = _rows_layout(spec)
-        return self._arena.as_strided(shape, strides, self._arena.storage_offset() + frame * self.page_bytes)
+    def _device_rows(self, frame: int, spec: PageSpec) -> list[torch.Tensor]:
+        """As `_host_rows`, on the arena's device."""
+        start = self._bytes.storage_offset() + self._place(frame, spec.nbytes).start
+        return [
+            self._bytes.as_strided(shape, strides, start + at) for shape, strides, at in _rows_layout(spec)
+        ]
 
 
-def _rows_layout(spec: PageSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides, in bytes, of a page's rows: a record's padding lies between its end and the next layer."""
-    row = spec.head_dim * spec.format.element_bytes
-    head = spec.page_tokens * row
-    return (
-        (spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, row),
-        (spec.record_bytes, spec.half_record_bytes, head, row, 1),
-    )
+_Four = tuple[int, int, int, int]
+
+
+def _rows_layout(spec: PageSpec) -> list[tuple[_Four, _Four, int]]:
+    """Shape, strides and offset, in bytes, of the rows of each section: [layers, heads, page_tokens, bytes of a row]."""
+    if not spec.format.is_token_wise:
+        raise ValueError(f"a page of format {spec.format} has no bytes of single tokens")
+    return [
+        (
+            (spec.num_layers, section.heads, section.tokens, section.row_bytes),
+            (spec.record_bytes, section.tokens * section.row_bytes, section.row_bytes, 1),
+            section.offset,
+        )
+        for section in spec.sections
+        if section.row_bytes
+    ]

@@ -1,4 +1,4 @@
-"""L3: the node's slab of shared memory, cut in page slots of one size. Moves bytes; decides nothing.
+"""L3: the node's slab of shared memory, in which pages of any size lie in slots. Moves bytes; decides nothing.
 
 The slab is a memfd, so that it has no name to leak, and it lives exactly as long as a process maps it or holds its
 descriptor. Workers map it too (`attach`): a page goes between their arena and a slot by one copy, with no message.
@@ -28,6 +28,7 @@ from kvtier.tier.page import (
     TierName,
     expect_envelope,
     page_hasher,
+    slot_bytes,
 )
 
 # Pieces of a checked copy: the copy leaves them in the core's own cache, so the checksum costs no memory traffic.
@@ -38,53 +39,48 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module doesn't name it
 
 
 class HostTier:
-    """A slab of `num_slots` slots, each 4 KiB of header and a payload; a place is `Place(0, slot)`.
+    """A slab in which a slot, 4 KiB of header and a payload, may begin at any multiple of ALIGN_BYTES.
 
+    `Place(0, n)` is the slot that begins at byte n * ALIGN_BYTES; which there are is their owner's to know (slots.py).
     Owns the mapping. The owner of the tier makes it (constructor), a worker maps the same memory (`attach`). Safe
     from any thread as long as no two use the same slot at once, which is what grants and leases are for.
     """
 
     name = TierName.HOST
 
-    def __init__(self, capacity_bytes: int, slot_bytes: int, *, pretouch: bool = True) -> None:
-        """Make a slab: `capacity_bytes` rounded down to whole slots. ValueError when not even one slot fits."""
-        if slot_bytes <= HEADER_BYTES or slot_bytes % ALIGN_BYTES:
-            raise ValueError(
-                f"slot_bytes must be a multiple of {ALIGN_BYTES} above {HEADER_BYTES}, got {slot_bytes}"
-            )
-        if capacity_bytes < slot_bytes:
-            raise ValueError(f"L3 of {capacity_bytes} bytes has no room for one slot of {slot_bytes} bytes")
-        nbytes = capacity_bytes // slot_bytes * slot_bytes
+    def __init__(self, capacity_bytes: int, *, pretouch: bool = True) -> None:
+        """Make a slab: `capacity_bytes` rounded down to whole ALIGN_BYTES. ValueError when not even a slot fits."""
+        nbytes = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
+        if nbytes <= HEADER_BYTES:
+            raise ValueError(f"L3 of {capacity_bytes} bytes has no room for one slot")
         fd = os.memfd_create("kvtier-l3", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
             # A size that can't change: no holder of the descriptor can turn another's access into SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map_slab(fd, nbytes, slot_bytes, pretouch)
+            self._map_slab(fd, nbytes, pretouch)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int, slot_bytes: int, *, pretouch: bool = True) -> HostTier:
+    def attach(cls, fd: int, nbytes: int, *, pretouch: bool = True) -> HostTier:
         """Map a slab that another process made. Keeps a duplicate of `fd`; the one given stays the caller's."""
         size = os.fstat(fd).st_size
-        if nbytes <= 0 or nbytes > size or slot_bytes <= HEADER_BYTES or nbytes % slot_bytes:
-            raise ValueError(f"{nbytes} bytes in slots of {slot_bytes} can't lie in a slab of {size} bytes")
+        if not 0 < nbytes <= size or nbytes % ALIGN_BYTES:
+            raise ValueError(f"{nbytes} bytes in units of {ALIGN_BYTES} can't lie in a slab of {size} bytes")
         tier = cls.__new__(cls)
         own = os.dup(fd)
         try:
-            tier._map_slab(own, nbytes, slot_bytes, pretouch)
+            tier._map_slab(own, nbytes, pretouch)
         except BaseException:
             os.close(own)
             raise
         return tier
 
-    def _map_slab(self, fd: int, nbytes: int, slot_bytes: int, pretouch: bool) -> None:
+    def _map_slab(self, fd: int, nbytes: int, pretouch: bool) -> None:
         self._fd: int | None = fd
         self.capacity_bytes = nbytes
-        self.slot_bytes = slot_bytes
-        self.num_slots = nbytes // slot_bytes
         self.touched_bytes = 0  # how far this process has the slab's memory in hand; speed only
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         try:
@@ -107,20 +103,23 @@ class HostTier:
             raise ValueError("the slab is closed")
         return self._fd
 
-    def slot(self, place: Place) -> memoryview:
-        """The whole slot, header first, writable and 4 KiB aligned."""
+    def slot(self, place: Place, payload_bytes: int) -> memoryview:
+        """The whole slot of a page of that size, header first, writable and 4 KiB aligned."""
         start = self._start(place)
-        return self._view[start : start + self.slot_bytes]
+        nbytes = slot_bytes(payload_bytes)
+        if start + nbytes > self.capacity_bytes:
+            raise IndexError(f"a slot of {nbytes} bytes at {place} is past a slab of {self.capacity_bytes}")
+        return self._view[start : start + nbytes]
 
     def write(self, place: Place, envelope: Envelope, payload: Buffer) -> None:
         """Put a page into a slot. Trusts the payload: it is checked when it is read, and before it sinks to L4."""
         nbytes = len(payload)
-        if nbytes != envelope.payload_bytes or nbytes > self.slot_bytes - HEADER_BYTES:
-            raise ValueError(
-                f"page of {nbytes} bytes, envelope says {envelope.payload_bytes}, "
-                f"slot takes {self.slot_bytes - HEADER_BYTES}"
-            )
         start = self._start(place)
+        room = self.capacity_bytes - start - HEADER_BYTES
+        if nbytes != envelope.payload_bytes or nbytes > room:
+            raise ValueError(
+                f"page of {nbytes} bytes, envelope says {envelope.payload_bytes}, the slab ends after {room}"
+            )
         body = start + HEADER_BYTES
         np.copyto(self._bytes[body : body + nbytes], np.frombuffer(payload, np.uint8))
         self._view[start : start + PACKED_ENVELOPE_BYTES] = envelope.pack()
@@ -130,8 +129,8 @@ class HostTier:
         start = self._start(place)
         envelope = expect_envelope(self._view[start : start + PACKED_ENVELOPE_BYTES], key, variant)
         nbytes = envelope.payload_bytes
-        if nbytes > self.slot_bytes - HEADER_BYTES:
-            raise PageCorrupt(f"envelope says {nbytes} bytes, slot takes {self.slot_bytes - HEADER_BYTES}")
+        if nbytes > self.capacity_bytes - start - HEADER_BYTES:
+            raise PageCorrupt(f"envelope says {nbytes} bytes, which the slab ends before")
         if len(out) < HEADER_BYTES + nbytes:
             raise ValueError(f"out has {len(out)} bytes, the page needs {HEADER_BYTES + nbytes}")
         target = out[HEADER_BYTES : HEADER_BYTES + nbytes]
@@ -154,12 +153,16 @@ class HostTier:
     def register_pinned(self) -> bool:
         """Pin the slab for this process's GPU, so that copies run at the bus's speed; False without CUDA.
 
-        Raises RuntimeError when CUDA is there and refuses (the lock limit, usually).
+        Takes as long as touching the whole slab. `close` undoes it. Raises RuntimeError when CUDA is there and refuses
+        (the lock limit, usually). CUDA remembers that error for the calling thread, whose next launch would raise it
+        again: call this on a thread that launches nothing.
         """
         import torch
 
         if not torch.cuda.is_available():
             return False
+        if self._pinned:
+            return True
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = cudart.cudaHostRegister(self._bytes.ctypes.data, self.capacity_bytes, 0)
         if int(error) != 0:
@@ -181,6 +184,7 @@ class HostTier:
 
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(self._bytes.ctypes.data)
+            self._pinned = False
         os.close(self._fd)
         self._fd = None
         self._bytes = np.empty(0, np.uint8)
@@ -191,9 +195,10 @@ class HostTier:
             pass  # views are out: the mapping goes with the last of them
 
     def _start(self, place: Place) -> int:
-        if place.segment != 0 or not 0 <= place.index < self.num_slots:
-            raise IndexError(f"{place} is no slot of a slab of {self.num_slots}")
-        return place.index * self.slot_bytes
+        start = place.index * ALIGN_BYTES
+        if place.segment != 0 or not 0 <= start < self.capacity_bytes - HEADER_BYTES:
+            raise IndexError(f"{place} is no slot of a slab of {self.capacity_bytes} bytes")
+        return start
 
     def _touch(self) -> None:
         """Have the kernel hand out the slab's pages before a copy needs them; changes no byte of it.

@@ -23,7 +23,7 @@ import msgspec
 from kvtier.tier.base import Place
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.host import HostTier
-from kvtier.tier.messages import Hello, Refused, ToNode, ToWorker, Welcome
+from kvtier.tier.messages import Grant, Hello, Refused, ToNode, ToWorker, Welcome
 
 MAX_FRAME_BYTES = 16 * 2**20  # several times the longest Locate and Located; anything longer is garbage
 MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
@@ -374,7 +374,7 @@ class NodeClient:
             if welcome.slab_bytes:
                 if not fds:
                     raise ConnectionError(f"the CacheNode at {path} sent no slab")
-                slab = HostTier.attach(fds[0], welcome.slab_bytes, welcome.slot_bytes)
+                slab = HostTier.attach(fds[0], welcome.slab_bytes)
             connection.setblocking(False)
             return cls(connection, welcome, slab, reader, messages[1:], on_message, on_closed)
         except BaseException:
@@ -394,11 +394,11 @@ class NodeClient:
             if messages := reader.feed(chunk):
                 return messages
 
-    def slot(self, slot: int) -> memoryview:
-        """The whole slot of the slab, header first. Only while a grant or a lease on it is held."""
+    def slot(self, grant: Grant) -> memoryview:
+        """The whole slot of the slab, header first. Only while the grant, or a lease on it, is held."""
         if self.slab is None:
             raise ValueError("the node has no L3")
-        return self.slab.slot(Place(0, slot))
+        return self.slab.slot(Place(0, grant.slot), grant.payload_bytes)
 
     def send(self, message: ToNode) -> None:
         """Send, in order with other sends. Raises ConnectionError when the connection is over."""

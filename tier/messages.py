@@ -10,29 +10,48 @@ import msgspec
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """The right to one L3 slot; ends by the holder's release or its proven death."""
+    """The right to one L3 slot; ends by the holder's release or its proven death.
+
+    The slot begins at byte slot * ALIGN_BYTES of the slab and holds an envelope and `payload_bytes` of a page.
+    """
 
     slot: int
     generation: int
+    payload_bytes: int
 
 
 # ---- worker -> CacheNode ---------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a worker; `incarnation` is new at each start of the worker."""
+    """First message of a worker; `incarnation` is new at each start of the worker.
+
+    `payloads` are the bytes of a page, by spec digest, of every format and layer group that it may store or load;
+    `raw_payloads` what the same tokens take in the model's raw format. `root_fields` is what its root key digests, so
+    that explain can name a field that differs.
+    """
 
     worker_id: str
     incarnation: str
-    spec_digest: bytes
-    payload_bytes: int
-    root_fields: dict[str, str]  # what its root key digests, so that explain can name a field that differs
+    payloads: dict[bytes, int]
+    raw_payloads: dict[bytes, int]
+    root_fields: dict[str, str]
+
+
+class NewRoot(msgspec.Struct, frozen=True, tag=True):
+    """The worker stores pages under one more root: another layer group, another window, or a lossy recipe."""
+
+    root_fields: dict[str, str]
 
 
 class WantSlots(msgspec.Struct, frozen=True, tag=True):
-    """Refill of the worker's stock of slots to write sealed pages into. Answered by Granted, maybe with fewer."""
+    """Refill of the worker's stock of slots for pages of one size; replaces its last wish for that size.
+
+    Answered by Granted, maybe with fewer, when there are any.
+    """
 
     count: int
+    payload_bytes: int
 
 
 class ReturnSlots(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +66,8 @@ class StoredPage(msgspec.Struct, frozen=True, array_like=True):
     grant: Grant
     key: bytes
     variant: str
+    made_from: str  # the variant it was converted from; "" when the model computed it
+    spec_digest: bytes
     root: bytes
     parent: bytes
     tenant: bytes
@@ -63,47 +84,75 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
     hold_for: str | None = None
 
 
-class Locate(msgspec.Struct, frozen=True, tag=True):
-    """Which pages of a chain does the node have? Leases what it finds and starts promotions.
+class Chain(msgspec.Struct, frozen=True, array_like=True):
+    """One layer group's pages of a lookup, and what of them a prefix must have (tier/recipe.py says it in code).
 
-    `keys` are the pages past what the worker's L1 holds, in chain order; `first_content` is the content digest of
-    the prompt (b"" if L1 held its first page). `recompute_s` is what computing one page costs the worker now;
-    where loading a run of pages from L4 would take longer than that, they are Missing "costlier" (0: always load).
+    `keys` are those of the pages from the Locate's `first_page` on. `held` has the recipe.HAS_ bits of what L1 has of
+    each, one byte per key. Where `other_keys` isn't empty a page under the other key will do as well. With `any_variant`
+    `decayed` will do for every page; where the recipe is uniform, `recent_tokens` above all positions says so.
+    """
+
+    keys: list[bytes]
+    other_keys: list[bytes]
+    held: bytes
+    variant: str
+    decayed: str  # "" where there is no such format
+    recent_tokens: int
+    sink_tokens: int
+    stride_tokens: int
+    window_tokens: int
+    window_sinks: int
+    any_variant: bool
+
+
+class Locate(msgspec.Struct, frozen=True, tag=True):
+    """How long a prefix can be had? Leases the pages that it needs and L1 lacks, and starts promotions.
+
+    All pages before `first_page` are in L1. The chains are of one length; the prefix is the longest that every chain
+    can serve (recipe.longest_hit), `last_position` the last position whose row may follow it. A last page may be a
+    partial one (a preempted sequence's tail). `first_content` is the content digest of the prompt (b"" if L1 held its
+    first page). `recompute_s` is what computing one page costs the worker now; where loading from L4 would take
+    longer than computing, pages are Missing "costlier" (0: always load).
     """
 
     request_id: str
-    root: bytes
+    root: bytes  # of the first chain
     tenant: bytes
-    keys: list[bytes]
-    variant: str
+    page_tokens: int
+    first_page: int
+    last_position: int
+    chains: list[Chain]
     recompute_s: float
     first_content: bytes = b""
 
 
+PageRef = tuple[int, int]  # which chain, and which page of the sequence (counted from its beginning)
+
+
 class Copied(msgspec.Struct, frozen=True, tag=True):
-    """Pages `indexes` of the request's Locate have been copied from L3 into L1: their leases end.
+    """These pages of the request's Locate have been copied from L3 into L1: their leases end.
 
     `corrupt` are those of them whose checksum failed (drop the copy, count it). The numbers feed the statistics.
     """
 
     request_id: str
-    indexes: list[int]
+    pages: list[PageRef]
     nbytes: int
     seconds: float
-    corrupt: list[int] = []
+    corrupt: list[PageRef] = []
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Ends the request's leases and pending loads of pages at or past `from_index` of its Locate.
+    """Ends the request's leases and pending loads of pages of the sequence at or past `from_page`, in all chains.
 
     0 ends all, pages held for it (`Stored.hold_for`) too. Harmless when there is nothing to end.
     """
 
     request_id: str
-    from_index: int = 0
+    from_page: int = 0
 
 
-ToNode = Hello | WantSlots | ReturnSlots | Stored | Locate | Copied | Release
+ToNode = Hello | NewRoot | WantSlots | ReturnSlots | Stored | Locate | Copied | Release
 
 
 # ---- CacheNode -> worker ---------------------------------------------------------------------------------------
@@ -115,54 +164,58 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     node_id: str
     incarnation: str
     slab_bytes: int
-    slot_bytes: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Answers a Hello that can't be served (another page size than the slab's); the connection closes."""
+    """Answers a Hello that can't be served (pages too large for the slab's segments); the connection closes."""
 
     reason: str
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Answers WantSlots."""
+    """Answers WantSlots; the grants are of one size."""
 
     grants: list[Grant]
 
 
 class HostPage(msgspec.Struct, frozen=True, array_like=True):
-    """Page `index` of the Locate is sealed in this slot and leased to the request."""
+    """Page `page` of a chain of the Locate is sealed in this slot and leased to the request."""
 
-    index: int
+    page: PageRef
     grant: Grant
+    key: bytes
+    variant: str
+    spec_digest: bytes
     checksum: bytes
     tokens: int
     from_ssd: bool  # it was read up from L4 for this request, so it counts as an L4 hit
 
 
 class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
-    """Why page `index` of a Locate is not to be had; the first such page ends the chain.
+    """Why the prefix ends before page `page` of the sequence.
 
-    reason: never_stored | evicted | lost | identity_differs | load_failed | corrupt | deadline | costlier | no_room |
-    cleared | cache_off (a worker adds partial_page for the tokens behind the last whole page)
+    reason: never_stored | evicted | lost | identity_differs | variant | load_failed | corrupt | deadline | costlier |
+    no_room | cleared | cache_off (a worker adds partial_page for the tokens behind the last whole page). "variant": the
+    page is here, but only in a lossier or later format than the request takes.
     `detail` is one readable sentence (which tier, score, when; which field differs and how).
     """
 
-    index: int
+    page: int
     reason: str
     detail: str
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
-    """Answers Locate at once. Pages [0, len(host) + len(loading)) are there or coming, the rest is missing.
+    """Answers Locate at once: the prefix has `pages` pages, of which those that L1 lacks and needs are there or coming.
 
     More pages may be loading than L3 has slots: the node reads as slots come free, so the worker, which has reserved
     its L1 frames first, must copy each Loaded page at once and say Copied.
     """
 
     request_id: str
+    pages: int
     host: list[HostPage]
-    loading: list[int]
+    loading: list[PageRef]
     missing: Missing | None
 
 
@@ -174,7 +227,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """Page `missing.index` and all behind it in the Locate's chain will not come. Leases before it stand."""
+    """Page `missing.page` will not come, and none behind it, in any chain. Leases before it stand."""
 
     request_id: str
     missing: Missing

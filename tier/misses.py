@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -106,12 +106,16 @@ class Misses:
         for key, variant, tenant in before.first_pages[-self.max_contents :]:
             self._first_pages[key, variant] = tenant
 
-    def why(self, page: PageId, root: bytes, tenant: bytes, first_content: bytes) -> Gone:
-        """Why a page is in no tier. `first_content` is b"" for all but the first page of a prompt."""
-        gone = self._gone.get(page)
-        if gone is not None:
-            return gone
-        if self._first_pages.get(page) == tenant:
+    def why(self, pages: Collection[PageId], root: bytes, tenant: bytes, first_content: bytes) -> Gone:
+        """Why a page is in no tier, in none of the formats it was looked for in (the best one first).
+
+        `first_content` is b"" for all but the first page of a prompt.
+        """
+        for page in pages:
+            gone = self._gone.get(page)
+            if gone is not None:
+                return gone
+        if any(self._first_pages.get(page) == tenant for page in pages):
             return Gone(
                 "evicted", "stored before under this identity; when and why it left is not known any more"
             )

@@ -106,7 +106,7 @@ class Mover:
     # ---- readers -----------------------------------------------------------------------------------------------
 
     def _read_on(self) -> None:
-        spare = mmap.mmap(-1, self._host.slot_bytes)
+        spare = mmap.mmap(-1, HEADER_BYTES)
         while (command := self._to_read.get()) is not None:
             match command:
                 case ReadPage():
@@ -117,7 +117,7 @@ class Mover:
                     self._post([self._verify(command, spare)])
 
     def _read(self, command: ReadPage) -> ReadDone | ReadFailed:
-        slot = self._host.slot(Place(0, command.slot))
+        slot = self._host.slot(Place(0, command.slot), command.payload_bytes)
         try:
             envelope = self._ssd.read(command.place, command.key, command.variant, slot)
         except (OSError, PageCorrupt, PageMissing) as error:
@@ -139,7 +139,8 @@ class Mover:
         return Verified(command.transfer, None)
 
     def _payload(self, slot: int, envelope: Envelope) -> memoryview:
-        return self._host.slot(Place(0, slot))[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes]
+        payload_bytes = envelope.payload_bytes
+        return self._host.slot(Place(0, slot), payload_bytes)[HEADER_BYTES : HEADER_BYTES + payload_bytes]
 
     # ---- the writer --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """What a page is: its shape, its format, its envelope and its checksum. Pure; performs no I/O.
 
-A page holds the keys and values of `page_tokens` consecutive tokens for all layers, in one contiguous run of bytes
-that is the same in every tier (page-first). Inside lies one record per layer, head-major:
-`K [num_kv_heads, page_tokens, head_dim] | V [num_kv_heads, page_tokens, head_dim]`, padded to 256 bytes.
+A page holds the keys and values of `page_tokens` consecutive tokens for all layers of one layer group, in one
+contiguous run of bytes that is the same in every tier (page-first). Inside lies one record per layer, head-major:
+`K codes [H, P, ..] | V codes [H, P, ..] | K scales | V scales`, padded to 256 bytes. A record of a model with latent
+attention (MLA) is `latent [P, rank] | rope key [P, rope_dim] | scales`, stored once for all heads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Buffer = bytes | bytearray | memoryview
 ALIGN_BYTES = 4096  # O_DIRECT's alignment, and the granularity of L3 and L4 slots
 HEADER_BYTES = 4096  # the envelope's room at the head of a slot
 RECORD_ALIGN_BYTES = 256
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MIN_PAGE_TOKENS, MAX_PAGE_TOKENS = 1, 4096
+MIN_QUANTIZED_PAGE_TOKENS = 16
 
 
 class PageCorrupt(Exception):
@@ -51,16 +53,52 @@ class TierName(StrEnum):
 
 
 class PageFormat(StrEnum):
-    """How numbers are stored in a page. The value is also the page's variant name."""
+    """How numbers are stored in a page. The value is also the page's variant name.
+
+    Scales are float16 and lie in the record. A nibble of column j lies in the low half of byte j of its row for
+    j < head_dim / 2, else in the high half of byte j - head_dim / 2. "Asymmetric" means number = code * scale + zero.
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8_e4m3"  # e4m3fn codes; one scale per head and token, for K and for V
+    INT8 = "int8"  # code + 128 is stored; one scale per head and token, for K and for V
+    K8V4 = "k8v4"  # K as INT8; V in asymmetric nibbles per head and token
+    INT4 = "int4"  # asymmetric nibbles per head and token; K is rotated by a Hadamard matrix (kernels/reference.py)
+    INT4C = "int4c"  # full pages only: K in asymmetric nibbles per head and channel, V per head and token
+
+    @property
+    def is_raw(self) -> bool:
+        """Numbers are stored as they are, in a floating-point type, without scales."""
+        return self in (PageFormat.FP32, PageFormat.FP16, PageFormat.BF16)
+
+    @property
+    def is_token_wise(self) -> bool:
+        """A token's bytes depend on no other token of its page."""
+        return self is not PageFormat.INT4C
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one stored number."""
+        """Bytes of one stored number of a raw format."""
+        if not self.is_raw:
+            raise ValueError(f"{self} has no whole bytes for each number; see PageSpec.sections")
         return 4 if self is PageFormat.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a record: `[heads, tokens, row_bytes]` at `offset`. `tokens` is 1 where a row serves the whole page."""
+
+    offset: int
+    heads: int
+    tokens: int
+    row_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind it."""
+        return self.offset + self.heads * self.tokens * self.row_bytes
 
 
 def _round_up(n: int, to: int) -> int:
@@ -71,6 +109,8 @@ def _round_up(n: int, to: int) -> int:
 class PageSpec:
     """Shape and format of the pages of one layer group; part of a page's identity.
 
+    `rope_dim` above 0 means latent attention: `num_kv_heads` is 1, `head_dim` the latent's rank, and `rope_dim` the
+    size of the key that carries the position. `rope_format` is the raw format of that key where the latent is FP8.
     Raises ValueError for a shape that can't be.
     """
 
@@ -80,6 +120,8 @@ class PageSpec:
     page_tokens: int = 16
     format: PageFormat = PageFormat.BF16
     layout_version: int = LAYOUT_VERSION
+    rope_dim: int = 0
+    rope_format: PageFormat = PageFormat.BF16
 
     def __post_init__(self) -> None:
         if not MIN_PAGE_TOKENS <= self.page_tokens <= MAX_PAGE_TOKENS or self.page_tokens & (
@@ -92,16 +134,67 @@ class PageSpec:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.format.is_raw and self.page_tokens < MIN_QUANTIZED_PAGE_TOKENS:
+            raise ValueError(
+                f"pages of format {self.format} hold at least {MIN_QUANTIZED_PAGE_TOKENS} tokens, got {self.page_tokens}"
+            )
+        if not self.format.is_raw and self.head_dim % 8:
+            raise ValueError(f"format {self.format} needs a head_dim that 8 divides, got {self.head_dim}")
+        if self.rope_dim:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        if self.rope_dim < 0 or self.rope_dim % 8:
+            raise ValueError(f"rope_dim must be a multiple of 8, got {self.rope_dim}")
+        if self.num_kv_heads != 1:
+            raise ValueError(
+                f"latents are shared by all heads: num_kv_heads must be 1, got {self.num_kv_heads}"
+            )
+        if not (self.format.is_raw or self.format is PageFormat.FP8) or not self.rope_format.is_raw:
+            raise ValueError(
+                f"latents are stored in a floating-point type or as {PageFormat.FP8}, got {self.format} with rope keys"
+                f" in {self.rope_format}"
+            )
+
+    @property
+    def is_latent(self) -> bool:
+        """The pages hold latents of MLA instead of keys and values."""
+        return self.rope_dim > 0
 
     @cached_property
-    def half_record_bytes(self) -> int:
-        """Bytes of the K part of a record; V lies right behind it."""
-        return self.num_kv_heads * self.page_tokens * self.head_dim * self.format.element_bytes
+    def sections(self) -> tuple[Section, ...]:
+        """The parts of a record, in order: K codes, V codes, K scales, V scales; those of no bytes too.
+
+        Latent pages: latents, rope keys, scales of the latents, and an empty one.
+        """
+        heads, tokens, dim = self.num_kv_heads, self.page_tokens, self.head_dim
+        if self.is_latent:
+            raw = self.format.is_raw
+            rope = self.format if raw else self.rope_format
+            rows = [(tokens, dim * self.format.element_bytes if raw else dim)]
+            rows += [(tokens, self.rope_dim * rope.element_bytes), (tokens, 0 if raw else 2), (tokens, 0)]
+        elif self.format.is_raw:
+            row = dim * self.format.element_bytes
+            rows = [(tokens, row), (tokens, row), (tokens, 0), (tokens, 0)]
+        else:
+            rows = {
+                PageFormat.FP8: [(tokens, dim), (tokens, dim), (tokens, 2), (tokens, 2)],
+                PageFormat.INT8: [(tokens, dim), (tokens, dim), (tokens, 2), (tokens, 2)],
+                PageFormat.K8V4: [(tokens, dim), (tokens, dim // 2), (tokens, 2), (tokens, 4)],
+                PageFormat.INT4: [(tokens, dim // 2), (tokens, dim // 2), (tokens, 4), (tokens, 4)],
+                PageFormat.INT4C: [(tokens, dim // 2), (tokens, dim // 2), (1, 4 * dim), (tokens, 4)],
+            }[self.format]
+        found: list[Section] = []
+        at = 0
+        for row_tokens, row_bytes in rows:
+            found.append(Section(at, heads, row_tokens, row_bytes))
+            at = found[-1].end
+        return tuple(found)
 
     @cached_property
     def record_bytes(self) -> int:
         """Bytes of one layer's record, padding included; layer l starts at l * record_bytes."""
-        return _round_up(2 * self.half_record_bytes, RECORD_ALIGN_BYTES)
+        return _round_up(self.sections[-1].end, RECORD_ALIGN_BYTES)
 
     @cached_property
     def nbytes(self) -> int:
@@ -123,6 +216,8 @@ class PageSpec:
             self.page_tokens,
             self.format.value,
             self.layout_version,
+            self.rope_dim,
+            self.rope_format.value if self.is_latent and not self.format.is_raw else "",
         )
         return blake2b(repr(fields).encode(), digest_size=16, person=b"kvtier.spec").digest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -336,7 +336,20 @@ class PrefixIndex:
         self._fuse_up(node)
         return _inserted(path, known, frames)
 
+    def follow(self, moved: Mapping[int, int]) -> None:
+        """Pages have moved to other frames. Walks the whole tree."""
+        for root in self._roots.values():
+            for node in self._subtree(root):
+                for i, frame in enumerate(node.frames):
+                    if frame in moved:
+                        node.frames[i] = moved[frame]
+
     # Decline
+
+    @property
+    def oldest_s(self) -> float | None:
+        """When the pages that go first were used last; None when all are pinned."""
+        return next(iter(self._lru)).last_use_s if self._lru else None
 
     def evict(self, pages: int) -> list[int]:
         """Drop at most `pages` unpinned pages, used longest ago first; their frames, each before its parent's."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvtier.tier.base import CatalogueEntry
 from kvtier.tier.events import PageId, WorkerRef
 from kvtier.tier.lru import Lru
-from kvtier.tier.messages import Grant, Hello
-from kvtier.tier.page import Envelope, TierName
+from kvtier.tier.messages import Grant, Hello, PageRef
+from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.stats import TierCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,9 @@ class Limits:
     requests_per_worker: int = 4096
     keys_per_locate: int = 100_000
     gone: int = 65536  # pages whose leaving `explain` can still tell
-    roots: int = 64
+    roots: int = 256
+    specs: int = 256  # page shapes and formats whose raw size is known; those past it count as they are
+    sizes_per_worker: int = 64
     contents: int = 4096
     contents_unsaved: int = 256  # new prompts that a killed node may forget
     persist_every: int = 512  # used pages whose use the catalogue doesn't know yet
@@ -37,6 +41,7 @@ class HostCopy:
 
     page: Page
     grant: Grant
+    envelope: Envelope  # of these bytes: a page computed twice may have other bytes in L4
     readers: int = 0  # leases, holds, and transfers that read it
     holds: int = 0  # those of the readers that are preempted requests
     leave: bool = False  # to be dropped when the readers are gone
@@ -67,6 +72,10 @@ class Page:
     load: Load | None = None
     host_order: Lru[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
     ssd_order: Lru[Page] | None = None
+    slot_bytes: int = field(init=False)  # of its slots in L3 and L4
+
+    def __post_init__(self) -> None:
+        self.slot_bytes = slot_bytes(self.envelope.payload_bytes)
 
     @property
     def depth(self) -> int:
@@ -74,14 +83,66 @@ class Page:
         return self.envelope.depth
 
 
+@dataclass(slots=True)
+class HostOrders:
+    """The pages of one slot size in L3, in the orders they are evicted by; see `_settle`."""
+
+    clean: Lru[Page] = field(default_factory=Lru)
+    dirty: Lru[Page] = field(default_factory=Lru)
+    dirty_inner: Lru[Page] = field(default_factory=Lru)
+
+    def __iter__(self) -> Iterator[Lru[Page]]:
+        """What goes first comes first."""
+        return iter((self.clean, self.dirty, self.dirty_inner))
+
+    def __getitem__(self, rank: int) -> Lru[Page]:
+        return (self.clean, self.dirty, self.dirty_inner)[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Emptying:
+    """A segment of L3 that gives out no more slots, so that slots of `slot_bytes` can take its place."""
+
+    segment: int
+    slot_bytes: int
+
+
+class Holdings:
+    """What a tier holds, counted by format and spec, and what it would take in the model's raw format."""
+
+    def __init__(self) -> None:
+        self.pages: Counter[tuple[str, bytes, int]] = Counter()  # (variant, spec digest, payload bytes)
+
+    def add(self, envelope: Envelope) -> None:
+        """A page came."""
+        self.pages[envelope.variant, envelope.spec_digest, envelope.payload_bytes] += 1
+
+    def remove(self, envelope: Envelope) -> None:
+        """A page left."""
+        kind = (envelope.variant, envelope.spec_digest, envelope.payload_bytes)
+        self.pages[kind] -= 1
+        if not self.pages[kind]:
+            del self.pages[kind]
+
+    def describe(self, counters: TierCounters, raw_payloads: Mapping[bytes, int]) -> None:
+        """Put it into a tier's counters; a page of a spec without a known raw size counts as it is."""
+        counters.variants = {}
+        counters.pages = counters.page_bytes = counters.raw_bytes = 0
+        for (variant, spec, payload_bytes), pages in self.pages.items():
+            counters.pages += pages
+            counters.page_bytes += pages * payload_bytes
+            counters.raw_bytes += pages * raw_payloads.get(spec, payload_bytes)
+            counters.variants[variant] = counters.variants.get(variant, 0) + pages
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """A worker's request as far as this node serves it. Indexes are those of its latest Locate."""
+    """A worker's request as far as this node serves it. Pages are those of its latest Locate."""
 
     worker: Worker
     request_id: str
-    leases: dict[int, HostCopy] = field(default_factory=dict)
-    waits: dict[int, Load] = field(default_factory=dict)
+    leases: dict[PageRef, HostCopy] = field(default_factory=dict)
+    waits: dict[PageRef, Load] = field(default_factory=dict)
     held: dict[HostCopy, None] = field(default_factory=dict)
 
     @property
@@ -95,9 +156,13 @@ class Worker:
     ref: WorkerRef
     hello: Hello
     grants: dict[int, Grant] = field(default_factory=dict)  # its stock, by slot
-    wanted: int = 0
+    stock: Counter[int] = field(default_factory=Counter)  # grants of each slot size
     requests: dict[str, Request] = field(default_factory=dict)
     fenced: bool = False  # heard no more; its grants and leases stand until it is gone
+    sizes: frozenset[int] = field(init=False)  # slot sizes of its pages
+
+    def __post_init__(self) -> None:
+        self.sizes = frozenset(map(slot_bytes, self.hello.payloads.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +172,7 @@ class Load:
     page: Page
     source: SsdCopy
     queued_at: float
-    waiters: dict[tuple[Request, int], None] = field(default_factory=dict)
+    waiters: dict[tuple[Request, PageRef], None] = field(default_factory=dict)
     transfer: int | None = None
     grant: Grant | None = None
 
@@ -177,6 +242,6 @@ class Bandwidth:
         return self._average
 
 
-def parent_id(page: Page) -> PageId | None:
-    """The page before this one in its chain; None for a first page."""
-    return None if page.envelope.depth == 0 else (page.envelope.parent, page.envelope.variant)
+def parent_key(page: Page) -> bytes | None:
+    """The key of the page before this one in its chain, whatever its format; None for a first page."""
+    return None if page.envelope.depth == 0 else page.envelope.parent

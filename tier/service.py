@@ -49,6 +49,7 @@ from kvtier.tier.identity import tenant_digest
 from kvtier.tier.ipc import NodeServer
 from kvtier.tier.mover import Mover, load_roots, load_stored_before
 from kvtier.tier.page import TierName, slot_bytes
+from kvtier.tier.slots import host_slots
 from kvtier.tier.ssd import SsdTier, open_ssd
 from kvtier.tier.stats import Snapshot
 
@@ -84,9 +85,11 @@ class _Ticket:
 class CacheService:
     """A node's L3 and L4, served to its workers over `socket_path`. Its methods may be called from any thread.
 
-    `payload_bytes` is the size of all pages in L3. `l4_bytes` 0 turns L4 off. `l3_bytes` with room for fewer
-    than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through. Starting raises ValueError for sizes or paths that can't be, and
-    OSError when the L4 folder or the socket can't be opened; a damaged L4 is healed and noted.
+    `payload_bytes` is the size of the largest pages, `min_payload_bytes` that of the smallest (None: all are alike).
+    `l4_bytes` 0 turns L4 off; it takes pages of the variants in `l4_variants` (None: of all). `l3_bytes` with room for
+    fewer than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through.
+    Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
+    opened; a damaged L4 is healed and noted.
     """
 
     def __init__(
@@ -98,11 +101,16 @@ class CacheService:
         l4_path: str | Path,
         l4_bytes: int,
         l4_store: Literal["slab", "lmdb"] = "slab",
+        *,
+        min_payload_bytes: int | None = None,
+        l4_variants: frozenset[str] | None = None,
     ) -> None:
         self.node_id = node_id
         self.incarnation = uuid.uuid4().hex
         self._socket_path = Path(socket_path)
         self._payload_bytes = payload_bytes
+        self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
+        self._l4_variants = l4_variants
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
         self._l4_store: Literal["slab", "lmdb"] = l4_store
         self._inbox: deque[Event | Note | _Call] = deque()
@@ -343,18 +351,25 @@ class CacheService:
 
     def _open(self) -> None:
         size = slot_bytes(self._payload_bytes)
-        num_slots = self._l3_bytes // size
-        if num_slots < MIN_SLOTS:
-            too_small = f"{self._l3_bytes} bytes hold fewer than {MIN_SLOTS} pages of {size}"
+        l3_bytes = self._l3_bytes
+        if l3_bytes < MIN_SLOTS * size:
+            too_small = f"{l3_bytes} bytes hold fewer than {MIN_SLOTS} pages of {size}"
             if self._l4_bytes:
-                num_slots = STAGING_SLOTS
-                self._note(f"L3 is {num_slots} pages, to reach L4 through: {too_small}")
-            elif self._l3_bytes:
+                l3_bytes = STAGING_SLOTS * size
+                self._note(f"L3 is {STAGING_SLOTS} pages, to reach L4 through: {too_small}")
+            elif l3_bytes:
                 self._note(f"L3 is off: {too_small}")
-        if num_slots >= MIN_SLOTS:
-            self._host = HostTier(num_slots * size, size)
+        slots = host_slots(l3_bytes, size)
+        if slots.capacity_bytes:
+            self._host = HostTier(slots.capacity_bytes)
         if self._l4_bytes and self._host is not None:
-            self._ssd = open_ssd(self._l4_path, self._l4_bytes, self._l4_store, size)
+            self._ssd = open_ssd(
+                self._l4_path,
+                self._l4_bytes,
+                self._l4_store,
+                size,
+                min_slot_bytes=slot_bytes(self._min_payload_bytes),
+            )
             for note in self._ssd.notes:
                 self._note(note)
             self._mover = Mover(self._host, self._ssd, self._l4_path, self._post)
@@ -362,9 +377,9 @@ class CacheService:
         self._coordinator = Coordinator(
             node_id=self.node_id,
             incarnation=self.incarnation,
-            payload_bytes=self._payload_bytes,
-            num_slots=0 if self._host is None else num_slots,
+            host=slots,
             ssd=None if self._ssd is None else self._ssd.allocator,
+            ssd_variants=self._l4_variants,
             recovered=() if self._ssd is None else self._ssd.recovered,
             lost=() if self._ssd is None else self._ssd.lost,
             roots=() if self._ssd is None else load_roots(self._l4_path),

@@ -73,13 +73,14 @@ def open_ssd(
     store: Store,
     slot_bytes: int,
     *,
+    min_slot_bytes: int | None = None,
     check_timeout_s: float = 30.0,
     rebuild_s: float = 60.0,
 ) -> SsdTier:
     """Open the L4 folder `path`, or make it; pages of an earlier run are in `recovered`.
 
-    `capacity_bytes` bounds all files of the folder together; `slot_bytes` is the usual size of a page's slot (others
-    may be allocated too). `check_timeout_s` bounds the check of the old catalogue, `rebuild_s` the time after which
+    `capacity_bytes` bounds all files of the folder together; `slot_bytes` is the size of the largest pages' slots, and
+    `min_slot_bytes` of the smallest (None: all are alike; others may be allocated too). `check_timeout_s` bounds the check of the old catalogue, `rebuild_s` the time after which
     a rebuild from slot headers makes do with what it has found.
 
     A folder made here is closed to other users; one that is there keeps its mode, and what isn't ours in it is left
@@ -87,7 +88,7 @@ def open_ssd(
     ValueError for a budget that holds no page and for a folder of other things, OSError(EBUSY) when another process
     has the folder open, and OSError for a disk that refuses.
     """
-    plan = Plan(capacity_bytes, slot_bytes)
+    plan = Plan(capacity_bytes, slot_bytes, slot_bytes if min_slot_bytes is None else min_slot_bytes)
     folder = Path(path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_ours_or_empty(folder):

@@ -19,6 +19,7 @@ LAYOUT_FILE = "layout"
 ROOTS_FILE, STORED_FILE = "roots.json", "stored.msgpack"  # what explains misses; of no use to anything else
 FORMAT_VERSION = 1  # of the folder: raise it when files of an older program can't be read
 MIN_SEGMENT_BYTES = 8 * 2**20
+MIN_MIXED_SEGMENT_BYTES = 2**20  # where pages are of several sizes: each needs segments of its own
 SEGMENTS = 64  # a segment is about 1/64 of the tier
 MIN_SEGMENT_SLOTS = 8
 MAX_CLEARED_TENANTS = 1024
@@ -36,9 +37,14 @@ class Plan:
     """How a byte budget is cut up. ValueError when it holds no page."""
 
     capacity_bytes: int
-    slot_bytes: int
+    slot_bytes: int  # of the largest pages: segments are made for these
+    min_slot_bytes: int  # of the smallest pages: the catalogue has room for as many as there can be
 
     def __post_init__(self) -> None:
+        if not HEADER_BYTES < self.min_slot_bytes <= self.slot_bytes:
+            raise ValueError(
+                f"min_slot_bytes must be above {HEADER_BYTES} and at most {self.slot_bytes}, got {self.min_slot_bytes}"
+            )
         if self.slot_bytes <= HEADER_BYTES or self.slot_bytes % ALIGN_BYTES:
             raise ValueError(f"slot_bytes must be a multiple of {ALIGN_BYTES}, got {self.slot_bytes}")
         if self.store_bytes < self.slot_bytes:
@@ -48,8 +54,8 @@ class Plan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the usual size that the whole budget would hold; the catalogue is sized for so many."""
-        return max(0, self.capacity_bytes) // self.slot_bytes
+        """Pages of the smallest size that the whole budget would hold; the catalogue is sized for so many."""
+        return max(0, self.capacity_bytes) // self.min_slot_bytes
 
     @property
     def map_bytes(self) -> int:
@@ -75,7 +81,15 @@ class Plan:
         """What is left for pages."""
         if store == "slab":
             return self.store_bytes
-        return max(0, self.store_bytes - _lmdb_overhead_bytes(self.store_bytes, self.slot_bytes))
+        return max(0, self.store_bytes - self._lmdb_overhead_bytes())
+
+    def _lmdb_overhead_bytes(self) -> int:
+        """What LMDB needs beside the pages: B-tree and free list, and runs that wait for old readers to end.
+
+        A payload and LMDB's own 16-byte head take at most a slot's bytes, so a page never takes more than its slot.
+        """
+        per_page = 1024 * (self.store_bytes // self.min_slot_bytes)
+        return _MAP_SPARE_BYTES + 12 * self.slot_bytes + per_page + self.store_bytes // 64
 
     def segment_bytes(self, store: Store) -> int:
         """The segment size for a new folder: whole slots, and all of the budget used."""
@@ -84,7 +98,9 @@ class Plan:
             raise ValueError(
                 f"L4 of {self.capacity_bytes} bytes has no room for a page of {self.slot_bytes} in store {store!r}"
             )
-        wanted = max(pages // SEGMENTS, MIN_SEGMENT_BYTES, MIN_SEGMENT_SLOTS * self.slot_bytes)
+        is_mixed = self.min_slot_bytes < self.slot_bytes
+        least = MIN_MIXED_SEGMENT_BYTES if is_mixed else MIN_SEGMENT_BYTES
+        wanted = max(pages // SEGMENTS, least, MIN_SEGMENT_SLOTS * self.slot_bytes)
         count = max(1, pages // wanted)
         return pages // count // self.slot_bytes * self.slot_bytes
 
@@ -151,14 +167,6 @@ def replace_file(path: Path, content: bytes, *, durable: bool) -> None:
     os.replace(new, path)
     if durable:
         sync_folder(path.parent)
-
-
-def _lmdb_overhead_bytes(store_bytes: int, slot_bytes: int) -> int:
-    """What LMDB needs beside the pages: B-tree and free list, and runs that wait for old readers to end.
-
-    A payload and LMDB's own 16-byte head take at most a slot's bytes, so a page never takes more than its slot.
-    """
-    return _MAP_SPARE_BYTES + 12 * slot_bytes + 1024 * (store_bytes // slot_bytes) + store_bytes // 64
 
 
 def _round_up(n: int) -> int:

@@ -27,6 +27,11 @@ class TierCounters:
     bytes_in: int = 0
     bytes_out: int = 0
     corrupt_pages: int = 0
+    converted_pages: int = 0  # written anew in another format
+    dropped_pages: int = 0  # that left a stream's window and went at once
+    page_bytes: int = 0  # payloads of the pages held
+    raw_bytes: int = 0  # what they would take in the model's raw format
+    variants: dict[str, int] = field(default_factory=dict)  # pages held, by the format they are in
     loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_SAMPLES))
 
     def add(self, other: TierCounters) -> None:
@@ -34,6 +39,9 @@ class TierCounters:
         for f in fields(self):
             if f.name == "loads_s":
                 self.loads_s.extend(other.loads_s)
+            elif f.name == "variants":
+                for variant, pages in other.variants.items():
+                    self.variants[variant] = self.variants.get(variant, 0) + pages
             else:
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
@@ -55,6 +63,11 @@ class TierCounters:
             "load_ms_p50": _percentile_ms(loads, 0.50),
             "load_ms_p99": _percentile_ms(loads, 0.99),
             "corrupt_pages": self.corrupt_pages,
+            "converted_pages": self.converted_pages,
+            "dropped_pages": self.dropped_pages,
+            "page_bytes": self.page_bytes,
+            "raw_bytes": self.raw_bytes,
+            "variants": dict(sorted(self.variants.items())),
         }
 
 
@@ -116,7 +129,14 @@ def lasting(snapshot: Snapshot) -> Snapshot:
     return Snapshot(
         tiers={
             name: replace(
-                counters, capacity_bytes=0, used_bytes=0, pages=0, loads_s=deque(maxlen=LATENCY_SAMPLES)
+                counters,
+                capacity_bytes=0,
+                used_bytes=0,
+                pages=0,
+                page_bytes=0,
+                raw_bytes=0,
+                variants={},
+                loads_s=deque(maxlen=LATENCY_SAMPLES),
             )
             for name, counters in snapshot.tiers.items()
         },
@@ -133,7 +153,11 @@ def has_restarted(before: Snapshot, now: Snapshot) -> bool:
 
 
 def _fell(old: TierCounters | RequestTotals, new: TierCounters | RequestTotals) -> bool:
-    return any(getattr(new, f.name) < getattr(old, f.name) for f in fields(old) if f.name != "loads_s")
+    return any(
+        getattr(new, f.name) < getattr(old, f.name)
+        for f in fields(old)
+        if f.name not in ("loads_s", "variants")
+    )
 
 
 class Ledger:

@@ -87,7 +87,7 @@ class Accounts:
             return note
         page_tokens = self._table.page_tokens
         page = note.start // page_tokens
-        ghost = self._table.ghosts.get(request.sequences[0].page_keys(page + 1, page_tokens)[page])
+        ghost = self._table.ghosts.get(request.sequences[0].page_key(page, page_tokens))
         if ghost is None:
             return note if note.detail else replace(note, detail="no lower tier was there to ask")
         ago, idle = now - ghost.evicted_s, ghost.evicted_s - ghost.last_use_s

@@ -74,6 +74,7 @@ class DecodeWorkerProcess:
     """What the actor's process runs; `DecodeWorkerActor` is this class as a Ray actor.
 
     `tenants` maps names to the salts of the configuration, `load` is its cache.load. `threads` 0: the physical cores.
+    The formats and the window are those of load_runner.
     """
 
     def __init__(
@@ -97,6 +98,12 @@ class DecodeWorkerProcess:
         load: Literal["auto", "always"] = "auto",
         load_deadline_ms: float = 2000.0,
         epoch: int = 0,
+        cache_format: str = "auto",
+        recent_tokens: int = 1024,
+        decay_sinks: int = 16,
+        l4_format: str = "",
+        window: int = 0,
+        sinks: int = 0,
     ) -> None:
         # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
         from kvtier.kernels.memory import raise_malloc_thresholds
@@ -115,6 +122,12 @@ class DecodeWorkerProcess:
             max_context=max_context,
             max_batch_tokens=max_batch_tokens,
             epoch=epoch,
+            cache_format=cache_format,
+            recent_tokens=recent_tokens,
+            decay_sinks=decay_sinks,
+            l4_format=l4_format,
+            window=window,
+            sinks=sinks,
         )
         self._outbox = Outbox()
         self._worker = DecodeWorker(

@@ -77,6 +77,9 @@ class EngineRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     use_cache: bool = True  # False: neither reads nor leaves cached pages
+    window: int = 0  # tokens each token attends, itself among them; 0: as the model does
+    sinks: int = 0  # first tokens that are attended whatever the window
+    lossy: bool = False  # takes pages of a lossier variant (tiers.l4.format) where the exact one is gone
     arrived_s: float = 0.0  # the gateway's wall clock (time.time()) at arrival
 
 
@@ -159,7 +162,7 @@ class WorkerInfo:
     pid: int
     model_name: str
     vocab_size: int
-    max_context: int
+    max_context: int  # tokens of a request without a window of its own
     eos_ids: tuple[int, ...]
     dtype: str
     page_tokens: int

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.tier.hbm import Arena
-from kvtier.tier.messages import Grant
+from kvtier.tier.messages import Grant, PageRef
 from kvtier.tier.page import (
     HEADER_BYTES,
     PACKED_ENVELOPE_BYTES,
@@ -25,41 +25,53 @@ from kvtier.tier.page import (
     RootKey,
     page_checksum,
 )
+from kvtier.workers.frames import PageRecord
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LoadPage:
-    """Page `index` of a lease: what must lie in `slot` (header and payload), and the frame it goes into."""
+    """A page of a lease: what must lie in `slot` (header and payload), and the frame it goes into.
 
-    index: int
+    `made_from` is what its envelope says, once it is copied.
+    """
+
+    ref: PageRef
     slot: memoryview
     key: PageKey
+    spec: PageSpec
     checksum: bytes
     tokens: int
     frame: int
     from_ssd: bool
+    made_from: str = ""
 
 
 @dataclass(slots=True)
 class LoadJob:
-    """Pages of one lease to verify and copy into L1. `bad` says, by index, why a page was not taken."""
+    """Pages of one lease to verify and copy into L1. `bad` says why a page was not taken."""
 
     lease: str
     pages: list[LoadPage]
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: dict[PageRef, str] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class SavePage:
-    """A page to write from its frame into `slot`, envelope first; a checksum of b"" is taken from what was written."""
+    """A page to write from its frame into `slot`, envelope first; a checksum of b"" is taken from what was written.
+
+    `made_from` is the variant it was converted from; "" when the model computed it. `record` is the cached page in the
+    frame, None for one that nobody finds in L1: a preempted sequence's tail, or a variant for a tier below.
+    """
 
     frame: int
     slot: memoryview
     grant: Grant
     key: PageKey
+    spec: PageSpec
+    made_from: str
     parent: bytes
     root: RootKey
     tenant: bytes
@@ -67,6 +79,12 @@ class SavePage:
     tokens: int
     content: bytes
     checksum: bytes
+    record: PageRecord | None
+
+    @property
+    def is_variant(self) -> bool:
+        """It was made for a tier below."""
+        return self.record is None and bool(self.made_from)
 
 
 @dataclass(slots=True)
@@ -92,12 +110,8 @@ class Copier:
     The number of jobs is bounded by the frames of L1: each job's pages have a copy started in the page table.
     """
 
-    def __init__(
-        self, arena: Arena, spec: PageSpec, variant: str, threads: int, done: Callable[[Job], None]
-    ) -> None:
+    def __init__(self, arena: Arena, threads: int, done: Callable[[Job], None]) -> None:
         self._arena = arena
-        self._spec = spec
-        self._variant = variant
         self._done = done
         self._loads: deque[LoadJob] = deque()
         self._saves: deque[SaveJob] = deque()
@@ -150,7 +164,7 @@ class Copier:
             except Exception as error:  # whatever it is, the step loop must hear that the job is over
                 log.exception("a page copy failed")
                 if isinstance(job, LoadJob):
-                    job.bad = {page.index: f"copy failed: {error}" for page in job.pages}
+                    job.bad = {page.ref: f"copy failed: {error}" for page in job.pages}
                 else:
                     job.error = str(error)
             for page in job.pages:
@@ -171,50 +185,54 @@ class Copier:
 
     def _load(self, job: LoadJob) -> None:
         start = time.perf_counter()
-        end = HEADER_BYTES + self._spec.nbytes
         for page in job.pages:
-            payload = page.slot[HEADER_BYTES:end]
+            payload = page.slot[HEADER_BYTES : HEADER_BYTES + page.spec.nbytes]
             try:
-                self._verify(page, payload)
+                _verify(page, payload)
             except PageCorrupt as error:
-                job.bad[page.index] = str(error)
+                job.bad[page.ref] = str(error)
                 continue
             self._arena.copy_in(page.frame, payload)
         job.seconds = time.perf_counter() - start
 
-    def _verify(self, page: LoadPage, payload: memoryview) -> None:
-        envelope = Envelope.unpack(page.slot[:PACKED_ENVELOPE_BYTES])
-        if (
-            envelope.key != page.key
-            or envelope.variant != self._variant
-            or envelope.spec_digest != self._spec.digest
-            or envelope.tokens != page.tokens
-            or envelope.checksum != page.checksum
-        ):
-            raise PageCorrupt(
-                f"slot holds page {envelope.key.hex()[:16]} ({envelope.variant}, {envelope.tokens} tokens), "
-                f"{page.key.hex()[:16]} ({self._variant}, {page.tokens} tokens) expected"
-            )
-        envelope.verify(payload)
-
     def _save(self, job: SaveJob) -> None:
         for page in job.pages:
-            payload = page.slot[HEADER_BYTES : HEADER_BYTES + self._spec.nbytes]
-            if page.tokens < self._spec.page_tokens:
-                self._arena.zero_tail(page.frame, page.tokens, self._spec)
+            spec = page.spec
+            payload = page.slot[HEADER_BYTES : HEADER_BYTES + spec.nbytes]
+            if page.tokens < spec.page_tokens:
+                self._arena.zero_tail(page.frame, page.tokens, spec)
             self._arena.copy_out(page.frame, payload)
             if not page.checksum:
-                page.checksum = page_checksum(page.key, self._variant, self._spec.digest, payload)
+                page.checksum = page_checksum(page.key, spec.format.value, spec.digest, payload)
             envelope = Envelope(
                 key=page.key,
-                variant=self._variant,
-                spec_digest=self._spec.digest,
-                payload_bytes=self._spec.nbytes,
+                variant=spec.format.value,
+                spec_digest=spec.digest,
+                payload_bytes=spec.nbytes,
                 checksum=page.checksum,
                 root=page.root,
                 parent=page.parent,
                 tenant=page.tenant,
                 depth=page.depth,
                 tokens=page.tokens,
+                made_from=page.made_from,
             ).pack()
             page.slot[: len(envelope)] = envelope
+
+
+def _verify(page: LoadPage, payload: memoryview) -> None:
+    envelope = Envelope.unpack(page.slot[:PACKED_ENVELOPE_BYTES])
+    variant = page.spec.format.value
+    if (
+        envelope.key != page.key
+        or envelope.variant != variant
+        or envelope.spec_digest != page.spec.digest
+        or envelope.tokens != page.tokens
+        or envelope.checksum != page.checksum
+    ):
+        raise PageCorrupt(
+            f"slot holds page {envelope.key.hex()[:16]} ({envelope.variant}, {envelope.tokens} tokens), "
+            f"{page.key.hex()[:16]} ({variant}, {page.tokens} tokens) expected"
+        )
+    envelope.verify(payload)
+    page.made_from = envelope.made_from

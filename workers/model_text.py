@@ -200,24 +200,27 @@ class _WindowDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # all of the sequence: at most the context
-        self._start = 0  # of the window
-        self._read = 0  # tokens before this have been given out
-        self._given = 0  # characters given out
+        self._ids: list[int] = []  # the window: tokens of the last difference and those held back
+        self._read = 0  # tokens of the window that have been given out
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
-        before = self._decode(self._ids[self._start : self._read])
-        now = self._decode(self._ids[self._start :])
-        is_broken = now.endswith(_REPLACEMENT) and len(self._ids) - self._read <= _HELD_TOKENS
-        if is_broken or len(now) <= len(before):
+        new = self._new_text()
+        if (not new or new.endswith(_REPLACEMENT)) and len(self._ids) - self._read <= _HELD_TOKENS:
             return ""
-        self._start, self._read = self._read, len(self._ids)
-        self._given += len(now) - len(before)
-        return now[len(before) :]
+        if not new:  # what is held back is silent; the next word's space depends on the text before it
+            del self._ids[self._read :]
+            return ""
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return new
 
     def finish(self) -> str:
-        return self._decode(self._ids)[self._given :]
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        given = self._decode(self._ids[: self._read])
+        return self._decode(self._ids)[len(given) :]
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvtier.tier.ipc import NodeClient, NodeRefused
 from kvtier.tier.messages import Grant, Hello, ReturnSlots, ToNode, ToWorker, WantSlots
+from kvtier.tier.page import slot_bytes
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +59,29 @@ LinkEvent = Connected | ConnectionLost | ConnectionRefused | NodeMessage
 class NodeLink:
     """Owned by the step loop. Its threads only connect, and pass on what they hear, as events to `post`.
 
-    `number` counts connections: what an earlier one granted or leased is void.
+    `number` counts connections: what an earlier one granted or leased is void. There is a stock of slots, at most
+    `stock`, for each size of page that `hello` names; all stocks together take at most 1/8 of the slab. `pin_slab`
+    registers the slab with CUDA before the connection counts: for a worker whose L1 lies on a GPU.
     """
 
     def __init__(
-        self, socket_path: str | None, hello: Hello, stock: int, post: Callable[[LinkEvent], None]
+        self,
+        socket_path: str | None,
+        hello: Hello,
+        stock: int,
+        post: Callable[[LinkEvent], None],
+        *,
+        pin_slab: bool = False,
     ) -> None:
         self._socket_path = socket_path
+        self._pin_slab = pin_slab
         self._hello = hello
         self._max_stock = stock
         self._post = post
         self._client: NodeClient | None = None
-        self._stock: deque[Grant] = deque()
-        self._target = 0
-        self._has_asked = False
+        self._stock: dict[int, deque[Grant]] = {size: deque() for size in hello.payloads.values()}
+        self._targets = dict.fromkeys(self._stock, 0)
+        self._asked: set[int] = set()  # sizes for which the node owes an answer
         self._lost: set[int] = (
             set()
         )  # connections that ended before they were taken; at most the one in the making
@@ -84,20 +94,22 @@ class NodeLink:
         """The node can be asked."""
         return self._client is not None
 
-    @property
-    def can_save(self) -> bool:
-        """The node is there and has an L3 to save pages in."""
-        return self._client is not None and self._target > 0
+    def can_save(self, payload_bytes: int) -> bool:
+        """The node is there and has an L3 that pages of this size fit in."""
+        return self._targets[payload_bytes] > 0
 
     @property
     def is_configured(self) -> bool:
         """There is, or will be, a node to save pages to."""
         return self._socket_path is not None
 
-    @property
-    def free_slots(self) -> int:
-        """Slots in stock."""
-        return len(self._stock)
+    def free_slots(self, payload_bytes: int) -> int:
+        """Slots in stock for pages of this size."""
+        return len(self._stock[payload_bytes])
+
+    def stock(self) -> dict[int, int]:
+        """Slots in stock, by bytes of the pages that they are for."""
+        return {size: len(stock) for size, stock in self._stock.items()}
 
     def start(self) -> None:
         """Connect in the background; Connected is posted when the node answers."""
@@ -118,9 +130,11 @@ class NodeLink:
                 self.start()
             return False
         self._client = event.client
-        welcome = event.client.welcome
-        slots = welcome.slab_bytes // welcome.slot_bytes if welcome.slot_bytes else 0
-        self._target = min(self._max_stock, slots // STOCK_SHARE) or min(1, slots)
+        slab_bytes = event.client.welcome.slab_bytes
+        for size in self._targets:
+            slots = slab_bytes // slot_bytes(size)
+            self._targets[size] = min(self._max_stock, slots // (STOCK_SHARE * len(self._targets)))
+            self._targets[size] = self._targets[size] or min(1, slots)
         self.refill()
         return True
 
@@ -138,22 +152,28 @@ class NodeLink:
     def slot(self, grant: Grant) -> memoryview:
         """The whole slot: header and payload."""
         assert self._client is not None
-        return self._client.slot(grant.slot)
+        return self._client.slot(grant)
 
-    def take_slot(self) -> Grant | None:
-        """A slot of the stock."""
-        return self._stock.popleft() if self._stock else None
+    def take_slot(self, payload_bytes: int) -> Grant | None:
+        """A slot of the stock for pages of this size."""
+        stock = self._stock[payload_bytes]
+        return stock.popleft() if stock else None
 
     def granted(self, grants: list[Grant]) -> None:
-        """The node answered `refill`."""
-        self._has_asked = False
-        self._stock.extend(grants)
+        """The node answered `refill` for one size."""
+        for grant in grants:
+            self._asked.discard(grant.payload_bytes)
+            self._stock[grant.payload_bytes].append(grant)
 
     def refill(self) -> None:
-        """Ask for slots when half of the stock is used up. The node answers when it has some."""
-        if self.is_up and not self._has_asked and len(self._stock) <= self._target // 2 and self._target:
-            self._has_asked = True
-            self.send(WantSlots(self._target - len(self._stock)))
+        """Ask for slots of each size whose stock is half used up. The node answers when it has some."""
+        if not self.is_up:
+            return
+        for size, stock in self._stock.items():
+            target = self._targets[size]
+            if target and size not in self._asked and len(stock) <= target // 2:
+                self._asked.add(size)
+                self.send(WantSlots(target - len(stock), size))
 
     def send(self, message: ToNode) -> None:
         """Tell the node; what can't be told is void with the connection, whose end is posted."""
@@ -169,14 +189,16 @@ class NodeLink:
         self._closing.set()
         if self._connector is not None:
             self._connector.join()
-        if self._stock:
-            self.send(ReturnSlots(list(self._stock)))
+        if any(self._stock.values()):
+            self.send(ReturnSlots([grant for stock in self._stock.values() for grant in stock]))
         self._drop_client()
 
     def _drop_client(self) -> None:
         client, self._client = self._client, None
-        self._stock.clear()
-        self._has_asked = False
+        for stock in self._stock.values():
+            stock.clear()
+        self._targets = dict.fromkeys(self._stock, 0)
+        self._asked.clear()
         if client is not None:
             client.close()
 
@@ -201,5 +223,17 @@ class NodeLink:
                 self._closing.wait(wait_s)
                 wait_s = min(2 * wait_s, RETRY_LAST_S)
                 continue
+            if self._pin_slab:
+                _pin(client)
             self._post(Connected(number, client))
             return
+
+
+def _pin(client: NodeClient) -> None:
+    """Before the first copy: pinning takes seconds, and until Connected is posted no slot of the slab is in use."""
+    if client.slab is None:
+        return
+    try:
+        client.slab.register_pinned()
+    except RuntimeError as error:
+        log.warning("L3 stays unpinned, so the driver stages its copies: %s", error)

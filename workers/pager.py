@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvtier.tier.identity import content_digest
 from kvtier.tier.messages import (
+    Chain,
     Copied,
     Granted,
     HostPage,
@@ -21,15 +22,20 @@ from kvtier.tier.messages import (
     Locate,
     Located,
     Missing,
+    NewRoot,
+    PageRef,
     Release,
     ReturnSlots,
     Stored,
     StoredPage,
     ToWorker,
 )
-from kvtier.tier.page import PageKey, PageSpec, TierName, page_checksum
+from kvtier.tier.page import PageFormat, PageKey, PageSpec, TierName, page_checksum
 from kvtier.tier.stats import TierCounters
+from kvtier.workers.arena_ops import ArenaOps
 from kvtier.workers.copier import Copier, Job, LoadJob, LoadPage, SaveJob, SavePage
+from kvtier.workers.formats import LayerGroup
+from kvtier.workers.frames import Convert, PageRecord, SaveState
 from kvtier.workers.node_link import (
     Connected,
     ConnectionLost,
@@ -38,21 +44,26 @@ from kvtier.workers.node_link import (
     NodeLink,
     NodeMessage,
 )
-from kvtier.workers.page_table import PageRecord, PageTable, SaveState
-from kvtier.workers.scheduler import Demotion, Scheduler
-from kvtier.workers.sequence import Sequence, SequenceState
+from kvtier.workers.page_table import PageTable
+from kvtier.workers.roots import Roots
+from kvtier.workers.scheduler import DemotedPage, Demotion, Scheduler
+from kvtier.workers.sequence import LoadChain, Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
 LOAD_JOB_PAGES = 8  # fewer pages than this aren't worth waking another thread for
 SAVE_JOB_PAGES = 16  # a load waits for at most so many pages of a save under way
+VARIANTS_AT_ONCE = 16  # frames that tier variants may take from L1 at a time
+QUEUE_SLACK = 64  # below this a queue isn't worth tidying up
+NEVER_DECAYED = 1 << 30  # recent_tokens of a recipe whose decayed format is wanted nowhere, only taken
 
 
 class Pager:
     """Loads in flight, pages to be saved, and L1's counters. Owned by the step loop.
 
-    A load's pages are bounded by the frames reserved for it, `_unsaved` by the frames of L1. Nothing here waits: what
-    the node doesn't give in time is computed, and a page for which there is no slot stays unsaved until there is.
+    A load's pages are bounded by the frames reserved for it, `_unsaved` and `_unmade` by the pages cached. Nothing here
+    waits: what the node doesn't give in time is computed, and a page for which there is no slot stays unsaved until
+    there is.
     """
 
     def __init__(
@@ -62,26 +73,37 @@ class Pager:
         scheduler: Scheduler,
         link: NodeLink,
         copier: Copier,
-        spec: PageSpec,
-        frames: npt.NDArray[np.uint8] | None,
+        ops: ArenaOps,
+        roots: Roots,
+        groups: tuple[LayerGroup, ...],
+        l4_format: PageFormat | None,
+        memory: npt.NDArray[np.uint8] | None,
     ) -> None:
-        """`frames` is L1's arena, uint8 [frames, page bytes], where it is host memory; else None."""
-        self.counters = TierCounters(capacity_bytes=table.capacity * spec.nbytes)
+        """`memory` is L1's arena, uint8 [units, unit bytes], where it is host memory; else None."""
+        self.counters = TierCounters(capacity_bytes=table.capacity_bytes)
         self.recompute_s = 0.0  # seconds to compute one page; 0: always load
-        self.pages_without_slot = 0  # that were full before there was a slot for them
+        self.made_variants = 0
         self._table = table
         self._scheduler = scheduler
         self._link = link
         self._copier = copier
-        self._spec = spec
-        self._variant = spec.format.value
-        self._frames = frames
+        self._ops = ops
+        self._roots = roots
+        self._groups = groups
+        self._specs = {spec.digest: spec for group in groups for spec in group.specs.values()}
+        self._l4_format = l4_format
+        self._unit_bytes = 0 if memory is None else memory.shape[1]
+        self._memory = None if memory is None else memory.reshape(-1).data
         self._loads: dict[str, Sequence] = {}
-        self._found: dict[
-            str, int
-        ] = {}  # pages of a load that the node has leased or is loading, once it said so
+        # Of each load that the node has answered: what it leased or is loading, and the worker hasn't copied yet.
+        self._leased: dict[str, set[PageRef]] = {}
         self._holding: dict[str, Sequence] = {}  # by the lease of their demotion under way
-        self._unsaved: OrderedDict[int, PageRecord] = OrderedDict()
+        # By bytes of a page, since slots are; in each the oldest first.
+        self._unsaved: dict[int, OrderedDict[PageRecord, None]] = {
+            spec.nbytes: OrderedDict() for spec in self._specs.values()
+        }
+        self._unmade: OrderedDict[PageRecord, None] = OrderedDict()  # pages whose tier variant isn't made yet
+        self._variants = 0  # being saved
         self._copies = 0
         self._clears = 0
         self._cleared: dict[bytes, int] = {}  # tenant -> number of its latest clear; bounded by the tenants
@@ -96,7 +118,11 @@ class Pager:
     @property
     def is_quiet(self) -> bool:
         """Nothing in flight, and nothing left to save while there is somewhere to save it."""
-        return not self.in_flight and not (self._unsaved and self._link.can_save)
+        if self.in_flight or any(
+            pages and self._link.can_save(size) for size, pages in self._unsaved.items()
+        ):
+            return False
+        return not self._unmade or not self._link.can_save(self._variant_of(next(iter(self._unmade))).nbytes)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -108,7 +134,7 @@ class Pager:
         load = seq.load
         assert load is not None
         request = seq.request
-        page_tokens = self._spec.page_tokens
+        page_tokens = self._table.page_tokens
         self._loads[load.lease] = seq
         request.looked(TierName.HOST, request.prompt_tokens - load.first_page * page_tokens)
         content = b""
@@ -119,43 +145,47 @@ class Pager:
                 request_id=load.lease,
                 root=request.tenancy.root,
                 tenant=request.tenancy.digest,
-                keys=list(load.keys),
-                variant=self._variant,
+                page_tokens=page_tokens,
+                first_page=load.first_page,
+                last_position=load.last_position,
+                chains=[_chain(chain) for chain in load.chains],
                 # What was preempted comes back from wherever it is: the sequence has waited long enough.
                 recompute_s=0.0 if seq.saved else self.recompute_s,
                 first_content=content,
             )
         )
 
-    def save(self, frames: list[int]) -> None:
+    def save(self, records: list[PageRecord], now: float) -> None:
         """Pages were sealed: take their checksums and write them through to L3 as slots allow."""
-        for frame in frames:
-            record = self._table.record(frame)
-            if record is None:
+        for record in records:
+            if not self._table.is_cached(record):
                 continue  # its sequence ended with this step, and the page was to go with it
-            if self._frames is not None:
-                record.checksum = self._checksum(record.key, frame)
+            if self._memory is not None:
+                record.checksum = self._checksum(record)
             if self._link.is_configured and not self._table.is_dead(record.tree):
-                self._unsaved[frame] = record
-        if frames and self._link.can_save:
-            self.pages_without_slot += max(0, len(frames) - self._link.free_slots)
-            self.flush()
+                self._to_save(record)
+        self.flush(now)
 
-    def flush(self) -> None:
+    def flush(self, now: float) -> None:
         """Start saving as many unsaved pages as there are slots for, the oldest first."""
+        self._ops.run(self._table.take_ops())  # what is saved must lie where it is said to lie
         pages: list[SavePage] = []
-        while self._unsaved and self._link.free_slots:
-            frame, record = self._unsaved.popitem(last=False)
-            if self._table.record(frame) is not record or record.save is not SaveState.DIRTY:
-                continue  # evicted meanwhile, or saved by a preemption
-            record.save = SaveState.SAVING
-            self._table.start_copy(frame)
-            pages.append(self._save_page(frame, record))
-        jobs: list[SaveJob] = []
-        for start in range(0, len(pages), SAVE_JOB_PAGES):
-            jobs.append(SaveJob(self._link.number, pages[start : start + SAVE_JOB_PAGES]))
-        self._put_saves(jobs)
-        if self._unsaved or jobs:
+        for size, unsaved in self._unsaved.items():
+            while unsaved and self._link.free_slots(size):
+                record, _ = unsaved.popitem(last=False)
+                if not self._table.is_cached(record) or record.save is not SaveState.DIRTY:
+                    continue  # evicted meanwhile, or saved by a preemption
+                record.save = SaveState.SAVING
+                self._table.start_copy(record.frame)
+                pages.append(self._save_page(record, record.frame, self._spec(record), record.made_from))
+        pages += self._make_variants(now)
+        self._put_saves(
+            [
+                SaveJob(self._link.number, pages[start : start + SAVE_JOB_PAGES])
+                for start in range(0, len(pages), SAVE_JOB_PAGES)
+            ]
+        )
+        if pages or self._unmade or any(self._unsaved.values()):
             self._link.refill()
 
     def demote(self, demotion: Demotion) -> None:
@@ -163,30 +193,13 @@ class Pager:
         if not demotion.pages:
             return
         seq = demotion.seq
-        tenancy = seq.request.tenancy
         pages: list[SavePage] = []
         for page in demotion.pages:
-            grant = self._link.take_slot()
-            assert grant is not None, "the scheduler saves as many pages as there are slots"
-            end = page.depth * self._spec.page_tokens + page.tokens
-            whole = page.tokens == self._spec.page_tokens
-            keys = seq.page_keys(page.depth + whole, self._spec.page_tokens)
-            key = keys[page.depth] if whole else seq.tail_key(end, self._spec.page_tokens)
-            pages.append(
-                SavePage(
-                    frame=page.frame,
-                    slot=self._link.slot(grant),
-                    grant=grant,
-                    key=key,
-                    parent=keys[page.depth - 1] if page.depth else tenancy.root,
-                    root=tenancy.root,
-                    tenant=tenancy.digest,
-                    depth=page.depth,
-                    tokens=page.tokens,
-                    content=b"",
-                    checksum=b"",
-                )
-            )
+            record = page.record
+            if record is None:
+                pages.append(self._save_tail(seq, page))
+            else:
+                pages.append(self._save_page(record, page.frame, self._spec(record), record.made_from))
         assert seq.lease is not None
         self._holding[seq.lease] = seq
         self._put_saves([SaveJob(self._link.number, pages, seq.lease)])
@@ -196,7 +209,7 @@ class Pager:
         """The sequence is over: end what the node holds or loads for it."""
         if seq.load is not None:
             self._loads.pop(seq.load.lease, None)
-            self._found.pop(seq.load.lease, None)
+            self._leased.pop(seq.load.lease, None)
             self._link.send(Release(seq.load.lease))
         elif seq.lease is not None and seq.lease not in self._holding:
             self._link.send(Release(seq.lease))
@@ -213,7 +226,7 @@ class Pager:
             if now < load.deadline_s:
                 continue
             waited = f"{1e3 * (now - load.started_s):.0f} ms"
-            log.warning("load of %s: page %d did not come in %s", load.lease, load.contiguous, waited)
+            log.warning("load of %s: not all of its pages came in %s", load.lease, waited)
             self._give_up(seq, "deadline", f"the load took longer than {waited}", now)
 
     def cleared(self, tenant: bytes) -> None:
@@ -221,13 +234,22 @@ class Pager:
         self._clears += 1
         self._cleared[tenant] = self._clears
 
-    def verify(self, key: PageKey) -> bool | None:
-        """Whether the page's bytes in L1 are those that were sealed; None when it isn't here or can't be told."""
-        frame = self._table.by_key.get(key)
-        record = None if frame is None else self._table.record(frame)
-        if frame is None or record is None or not record.checksum or self._frames is None:
+    def verify(self, record: PageRecord) -> bool | None:
+        """Whether the page's bytes in L1 are those that were sealed; None when that can't be told."""
+        if not record.checksum or self._memory is None:
             return None
-        return self._checksum(key, frame) == record.checksum
+        return self._checksum(record) == record.checksum
+
+    def check(self) -> None:
+        """The bounds of what is kept here; AssertionError where one doesn't hold."""
+        most = QUEUE_SLACK + 2 * (self._table.capacity_bytes // min(self._unsaved)) + 1
+        assert all(len(queue) <= most for queue in (*self._unsaved.values(), self._unmade)), (
+            "pages to be saved"
+        )
+        assert 0 <= self._variants <= VARIANTS_AT_ONCE, f"{self._variants} tier variants at once"
+        assert self._leased.keys() <= self._loads.keys(), "leases of loads that are over"
+        if not self.in_flight:
+            assert not self._variants and not self._holding, "copies that nobody makes"
 
     # Events
 
@@ -236,7 +258,7 @@ class Pager:
         match event:
             case Connected():
                 if self._link.take_connection(event):
-                    self._save_all_again()
+                    self._introduce(now)
             case ConnectionLost():
                 self._lose(event.number, now)
             case ConnectionRefused():
@@ -253,58 +275,64 @@ class Pager:
         if isinstance(job, LoadJob):
             self._on_loaded(job, now)
         else:
-            self._on_saved(job)
+            self._on_saved(job, now)
 
     # Loads
 
     def _hear(self, message: ToWorker, now: float) -> None:
         if isinstance(message, Granted):
             self._link.granted(message.grants)
-            self.flush()
+            self.flush(now)
         elif isinstance(message, Located):
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
                 return
-            found = len(message.host) + len(message.loading)
-            seq.load.located = True
-            self._found[message.request_id] = found
-            seq.load.cut(found, message.missing)
-            self._copy_up(seq, message.host)
+            refs = [page.page for page in message.host] + message.loading
+            self._leased[message.request_id] = set(refs)
+            seq.load.locate(message.pages, refs, message.missing)
+            self._copy_up(seq, message.host, now)
             self._finish_if_complete(seq, now)
         elif isinstance(message, Loaded):
             seq = self._loads.get(message.request_id)
             if seq is not None:
-                self._copy_up(seq, message.pages)
+                self._copy_up(seq, message.pages, now)
+                self._finish_if_complete(seq, now)
         elif isinstance(message, LoadFailed):
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
                 return
-            seq.load.cut(message.missing.index, message.missing)
+            seq.load.cut(message.missing.page, message.missing)
             self._finish_if_complete(seq, now)
 
-    def _copy_up(self, seq: Sequence, found: list[HostPage]) -> None:
+    def _copy_up(self, seq: Sequence, found: list[HostPage], now: float) -> None:
         load = seq.load
         assert load is not None
-        pages: list[LoadPage] = []
+        placed: list[tuple[HostPage, PageSpec, int]] = []
         for page in found:
-            if page.index >= load.wanted:
+            if not load.wants(page.page):
                 continue
-            frame = int(seq.frames[load.first_page + page.index])
-            is_tail = load.tail_tokens and page.index == len(load.keys) - 1
-            self._table.start_copy(frame)
-            pages.append(
-                LoadPage(
-                    index=page.index,
-                    slot=self._link.slot(page.grant),
-                    key=load.keys[page.index],
-                    checksum=page.checksum,
-                    tokens=load.tail_tokens if is_tail else self._spec.page_tokens,
-                    frame=frame,
-                    from_ssd=page.from_ssd,
-                )
+            spec = self._specs.get(page.spec_digest)
+            if spec is None or spec.format != page.variant:
+                why = f"it is stored as {page.variant}, in a shape that this worker doesn't have"
+                load.cut(page.page[1], Missing(page.page[1], "variant", why))
+                continue
+            frame = self._scheduler.place(seq, page.page, spec.format, now)
+            if frame is not None:
+                placed.append((page, spec, frame))
+        self._ops.run(self._table.take_ops())  # what lay in these frames may have to be moved out first
+        pages = [
+            LoadPage(
+                ref=page.page,
+                slot=self._link.slot(page.grant),
+                key=PageKey(page.key),
+                spec=spec,
+                checksum=page.checksum,
+                tokens=page.tokens,
+                frame=frame,
+                from_ssd=page.from_ssd,
             )
-        if not pages:
-            return
+            for page, spec, frame in placed
+        ]
         # Twice as many jobs as threads: a thread that the system holds up delays a part, not half.
         share = max(LOAD_JOB_PAGES, -(-len(pages) // (2 * self._copier.num_threads)))
         jobs: list[Job] = [
@@ -318,29 +346,38 @@ class Pager:
         if seq is None or seq.load is None:
             return  # given up; the lease is ended, the frames are free by now
         load = seq.load
-        done: list[int] = []
-        corrupt: list[int] = []
+        done: list[PageRef] = []
+        corrupt: list[PageRef] = []
+        nbytes = 0
         for page in job.pages:
-            if page.index >= load.wanted:
+            if not load.wants(page.ref):
                 continue
-            done.append(page.index)
-            why = job.bad.get(page.index)
+            done.append(page.ref)
+            why = job.bad.get(page.ref)
             if why is None:
-                load.arrive(page.index, TierName.SSD if page.from_ssd else TierName.HOST)
+                nbytes += page.spec.nbytes
+                self._scheduler.arrive(seq, page.ref, TierName.SSD if page.from_ssd else TierName.HOST, now)
+                self._describe(page)
                 continue
-            corrupt.append(page.index)
-            load.cut(page.index, Missing(page.index, "corrupt", why))
-            log.warning("load of %s: page %d is not taken: %s", job.lease, page.index, why)
-        nbytes = (len(done) - len(corrupt)) * self._spec.nbytes
+            corrupt.append(page.ref)
+            load.cut(page.ref[1], Missing(page.ref[1], "corrupt", why))
+            log.warning("load of %s: page %d is not taken: %s", job.lease, page.ref[1], why)
         self.counters.bytes_in += nbytes
+        self._leased[job.lease].difference_update(done)
         self._link.send(Copied(job.lease, done, nbytes, job.seconds, corrupt))
         self._finish_if_complete(seq, now)
 
+    def _describe(self, page: LoadPage) -> None:
+        """What only the envelope told goes into the record of a page that can be found now."""
+        record = self._table.record(page.frame)
+        if record is not None and record.format is page.spec.format:
+            record.made_from = page.made_from
+            if record.key == page.key:  # not found as the exact request's, and taken over by a lossy one
+                record.checksum = page.checksum
+
     def _give_up(self, seq: Sequence, reason: str, detail: str, now: float) -> None:
-        load = seq.load
-        assert load is not None
-        load.located = True
-        load.cut(load.contiguous, Missing(load.contiguous, reason, detail))
+        assert seq.load is not None
+        seq.load.give_up(reason, detail)
         self._finish_if_complete(seq, now)
 
     def _finish_if_complete(self, seq: Sequence, now: float) -> None:
@@ -349,20 +386,19 @@ class Pager:
         if not load.is_complete:
             return
         del self._loads[load.lease]
-        found = self._found.pop(load.lease, len(load.keys))
-        if seq.lease is not None or load.wanted < found:
+        leased = self._leased.pop(load.lease, None)
+        if leased is None or leased or seq.lease is not None:
             self._link.send(Release(load.lease))  # the pages held for it, and those it doesn't wait for
         seq.lease = None
         request = seq.request
         if request.first_token_s is None:
             request.load_s += now - load.started_s
+        pages = self._scheduler.loaded(seq, now)
         if load.missing is not None:
-            start = (load.first_page + load.wanted) * self._spec.page_tokens
-            request.missed(start, load.missing.reason, load.missing.detail)
-        if load.wanted:
-            self.counters.promoted_pages += load.wanted
+            request.missed(pages * self._table.page_tokens, load.missing.reason, load.missing.detail)
+        if load.came:
+            self.counters.promoted_pages += len(load.came)
             self.counters.loads_s.append(now - load.started_s)
-        self._scheduler.loaded(seq, now)
 
     # Saves
 
@@ -373,70 +409,151 @@ class Pager:
         if jobs:
             self._copier.put([*jobs])
 
-    def _save_page(self, frame: int, record: PageRecord) -> SavePage:
-        grant = self._link.take_slot()
-        assert grant is not None
+    def _to_save(self, record: PageRecord) -> None:
+        self._queue(self._unsaved[record.nbytes], record)
+        if self._l4_format not in (None, record.format) and not record.made_from:
+            self._queue(self._unmade, record)
+
+    def _queue(self, queue: OrderedDict[PageRecord, None], record: PageRecord) -> None:
+        """Add to a queue of cached pages; evicted ones are left in it until they are half of it."""
+        queue[record] = None
+        if len(queue) > QUEUE_SLACK + 2 * sum(self._table.counts.values()):
+            for queued in [queued for queued in queue if not self._table.is_cached(queued)]:
+                del queue[queued]
+
+    def _make_variants(self, now: float) -> list[SavePage]:
+        """Convert pages for a lower tier into frames of nobody's, each of which is free again once it is saved."""
+        pages: list[SavePage] = []
+        by_kind: dict[tuple[int, PageFormat], Convert] = {}
+        sources: list[int] = []
+        while self._unmade and self._variants < VARIANTS_AT_ONCE:
+            record = next(iter(self._unmade))
+            spec = self._variant_of(record)
+            if not self._table.is_cached(record) or self._table.is_dead(record.tree):
+                del self._unmade[record]  # evicted meanwhile
+                continue
+            if not self._link.free_slots(spec.nbytes):
+                break
+            sources.append(record.frame)
+            self._table.start_copy(record.frame)  # it stays what and where it is until it is converted
+            frame = self._table.borrow(record.group, spec.format, now)
+            if frame is None:
+                if not self._copies and not self._scheduler.active:
+                    self._unmade.clear()  # L1 is too small for one page more, and nothing will change that
+                break
+            del self._unmade[record]
+            convert = by_kind.setdefault(
+                (record.group, record.format), Convert(record.group, [], record.format, [], spec.format)
+            )
+            convert.sources.append(record.frame)
+            convert.targets.append(frame)
+            self._variants += 1
+            pages.append(self._save_page(record, frame, spec, record.format.value))
+        self._ops.run([*self._table.take_ops(), *by_kind.values()])
+        self.made_variants += len(pages)
+        for source in sources:
+            self._table.end_copy(source)
+        return pages
+
+    def _variant_of(self, record: PageRecord) -> PageSpec:
+        """The shape of a page's variant for L4, which there is."""
+        assert self._l4_format is not None
+        return self._groups[record.group].specs[self._l4_format]
+
+    def _save_page(self, record: PageRecord, frame: int, spec: PageSpec, made_from: str) -> SavePage:
+        is_variant = spec.format is not record.format
+        grant = self._link.take_slot(spec.nbytes)
+        assert grant is not None, "pages are saved as slots allow"
         return SavePage(
             frame=frame,
             slot=self._link.slot(grant),
             grant=grant,
             key=record.key,
+            spec=spec,
+            made_from=made_from,
             parent=record.parent,
             root=record.root,
             tenant=record.tenant,
             depth=record.depth,
-            tokens=self._spec.page_tokens,
+            tokens=spec.page_tokens,
             content=record.content,
-            checksum=record.checksum,
+            checksum=b"" if is_variant else record.checksum,
+            record=None if is_variant else record,
         )
 
-    def _on_saved(self, job: SaveJob) -> None:
+    def _save_tail(self, seq: Sequence, page: DemotedPage) -> SavePage:
+        """The partial page that a preempted sequence ends with."""
+        page_tokens, group, tenancy = self._table.page_tokens, page.group, seq.request.tenancy
+        spec = self._groups[group].specs[page.format]
+        grant = self._link.take_slot(spec.nbytes)
+        assert grant is not None, "the scheduler saves as many pages as there are slots"
+        return SavePage(
+            frame=page.frame,
+            slot=self._link.slot(grant),
+            grant=grant,
+            key=seq.tail_key(page.depth * page_tokens + page.tokens, page_tokens, group),
+            spec=spec,
+            made_from="",
+            parent=seq.parent_key(page.depth, page_tokens, group),
+            root=tenancy.roots[group],
+            tenant=tenancy.digest,
+            depth=page.depth,
+            tokens=page.tokens,
+            content=b"",
+            checksum=b"",
+            record=None,
+        )
+
+    def _on_saved(self, job: SaveJob, now: float) -> None:
         seq = None if job.lease is None else self._holding.pop(job.lease)
         is_current = self._link.is_up and job.connection == self._link.number
         stored: list[SavePage] = []
+        unused: list[SavePage] = []
         for page in job.pages:
-            record = self._table.record(page.frame)
-            if record is not None and record.key != page.key:
-                record = None  # the frame holds another page by now
+            self._variants -= page.is_variant
             is_cleared = self._cleared.get(page.tenant, 0) > job.clears
             is_written = is_current and job.error is None and not is_cleared
-            if is_written:
-                stored.append(page)
-            if record is not None and record.save is SaveState.SAVING:
-                record.save = SaveState.CLEAN if is_written else SaveState.DIRTY
-                if not is_written and self._link.is_configured and not self._table.is_dead(record.tree):
-                    self._unsaved[page.frame] = record
-        if is_current and len(stored) < len(job.pages):
-            self._link.send(ReturnSlots([page.grant for page in job.pages if page not in stored]))
-        self.counters.bytes_out += len(stored) * self._spec.nbytes
+            (stored if is_written else unused).append(page)
+            record = page.record
+            if record is None or not self._table.saved(record, is_written, now):
+                continue
+            if not is_written and self._link.is_configured and not self._table.is_dead(record.tree):
+                self._queue(self._unsaved[record.nbytes], record)
+        if is_current and unused:
+            self._link.send(ReturnSlots([page.grant for page in unused]))
+        self.counters.bytes_out += sum(page.spec.nbytes for page in stored)
         hold_for = job.lease
         if seq is not None:
             seq.copies = 0
-            if seq.state is SequenceState.FINISHED or len(stored) < len(job.pages):
+            if seq.state is SequenceState.FINISHED or unused:
                 hold_for = seq.lease = None
         if stored:
-            self._link.send(Stored([self._stored_page(page) for page in stored], hold_for))
-        self.flush()
+            self._link.send(Stored([_stored_page(page) for page in stored], hold_for))
+        self.flush(now)
 
-    def _stored_page(self, page: SavePage) -> StoredPage:
-        return StoredPage(
-            grant=page.grant,
-            key=page.key,
-            variant=self._variant,
-            root=page.root,
-            parent=page.parent,
-            tenant=page.tenant,
-            depth=page.depth,
-            tokens=page.tokens,
-            checksum=page.checksum,
-            content=page.content,
-        )
+    def _spec(self, record: PageRecord) -> PageSpec:
+        return self._groups[record.group].specs[record.format]
 
-    def _checksum(self, key: PageKey, frame: int) -> bytes:
-        assert self._frames is not None
-        return page_checksum(key, self._variant, self._spec.digest, memoryview(self._frames[frame]))
+    def _checksum(self, record: PageRecord) -> bytes:
+        assert self._memory is not None
+        start = record.frame * self._unit_bytes
+        payload = self._memory[start : start + record.nbytes]
+        return page_checksum(record.key, record.format.value, self._spec(record).digest, payload)
 
     # The connection
+
+    def _introduce(self, now: float) -> None:
+        """A node came (back): it may be a new one, so it hears of all roots, and gets every cached page as slots come."""
+        for fields in self._roots.fields():
+            self._link.send(NewRoot(fields))
+        self._table.can_save = any(map(self._link.can_save, self._unsaved))
+        self._ops.run(self._table.take_ops())
+        for record, _ in self._table.cached():
+            if record.save is SaveState.CLEAN:
+                record.save = SaveState.DIRTY
+            if not self._table.is_dead(record.tree):
+                self._to_save(record)
+        self.flush(now)
 
     def _lose(self, number: int, now: float) -> None:
         """The node went away: what it leased or held is void, and loads fall back to computing."""
@@ -444,17 +561,45 @@ class Pager:
         if not self._link.lose_connection(number):
             return
         log.warning("the cache node went away; going on with L1 alone")
+        self._table.can_save = False
         for seq in list(self._loads.values()):
             self._give_up(seq, "load_failed", "the cache node went away", now)
         for seq in self._scheduler.waiting:
             if seq.lease is not None and seq.lease not in self._holding:
                 seq.lease = None
 
-    def _save_all_again(self) -> None:
-        """A node came (back): it may be a new one, so every cached page is written to it, as slots come."""
-        for frame, record, _ in self._table.cached():
-            if record.save is SaveState.CLEAN:
-                record.save = SaveState.DIRTY
-            if not self._table.is_dead(record.tree):
-                self._unsaved[frame] = record
-        self.flush()
+
+def _chain(chain: LoadChain) -> Chain:
+    needs = chain.needs
+    recipe, window = needs.recipe, needs.window
+    other = recipe.decayed or chain.lossy_format
+    return Chain(
+        keys=list(chain.keys),
+        other_keys=list(chain.other_keys),
+        held=chain.held,
+        variant=recipe.write.value,
+        decayed="" if other is None else other.value,
+        recent_tokens=recipe.recent_tokens if recipe.decayed else NEVER_DECAYED,
+        sink_tokens=recipe.sink_tokens,
+        stride_tokens=recipe.stride_tokens,
+        window_tokens=window.tokens,
+        window_sinks=window.sinks,
+        any_variant=needs.any_variant,
+    )
+
+
+def _stored_page(page: SavePage) -> StoredPage:
+    return StoredPage(
+        grant=page.grant,
+        key=page.key,
+        variant=page.spec.format.value,
+        made_from=page.made_from,
+        spec_digest=page.spec.digest,
+        root=page.root,
+        parent=page.parent,
+        tenant=page.tenant,
+        depth=page.depth,
+        tokens=page.tokens,
+        checksum=page.checksum,
+        content=page.content,
+    )

@@ -15,31 +15,37 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kernels.ops import (
+    FormatArray,
+    Kernels,
     KVLayout,
     NativeKernels,
-    TorchKernels,
+    PlanSequence,
     UseNative,
     choose_kernels,
     llama_refusal,
     make_plan,
 )
 from kvtier.tier import hbm
-from kvtier.tier.page import PageSpec
-from kvtier.workers.model import (
-    LeanModel,
-    LeanWeights,
-    Model,
-    ModelShape,
-    NativeModel,
-    TransformersModel,
-    lean_refusal,
-    read_shape,
-    rope_tables,
-    spec_of,
+from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS, PageFormat
+from kvtier.tier.recipe import Recipe
+from kvtier.workers.formats import (
+    DTYPES,
+    FORMAT_CODES,
+    LayerGroup,
+    choose_l4_format,
+    choose_recipe,
+    largest_page_bytes,
+    layout_of,
+    raw_format,
+    unit_bytes_of,
 )
+from kvtier.workers.model import Model, ModelShape, ModelStep, layer_groups, read_shape
 from kvtier.workers.model_files import resolve_model, weights_fingerprint
+from kvtier.workers.model_lean import LeanModel, LeanWeights, NativeModel, lean_refusal, load_rope
+from kvtier.workers.model_mla import LatentModel
 from kvtier.workers.model_store import default_cache
 from kvtier.workers.model_text import tokenizer_digest
+from kvtier.workers.model_transformers import TransformersModel
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,23 @@ FIXED_ROWS = (
 )
 MIN_FRAMES = 4
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FP8_CAPABILITY = (8, 9)  # of a CUDA device that has e4m3 numbers
+_MAX_FIELD = 200  # characters of a root field
+
+
+@dataclass(slots=True)
+class GroupPages:
+    """A sequence's pages in one layer group; the fields are those of kernels.layout.PlanSequence.
+
+    `window` 0 means that rows attend everything: where the group's layers have a window, it is given here.
+    """
+
+    frames: IntArray
+    formats: FormatArray | None = None
+    sink_pages: int = 0
+    first_page: int = 0
+    window: int = 0
+    sinks: int = 0
 
 
 @dataclass(slots=True)
@@ -57,14 +80,13 @@ class SequenceRows:
     """One sequence's part of a step.
 
     `start` is its first row in the batch, `length` its rows (1 in decode, the chunk in prefill), `context` the tokens
-    whose KV is in pages after this step, `frames` the L1 frames of its pages in order: page i holds positions
-    [i * page_tokens, ...).
+    whose KV is in pages after this step, `pages` its pages by layer group.
     """
 
     start: int
     length: int
     context: int
-    frames: IntArray
+    pages: tuple[GroupPages, ...]
 
 
 @dataclass(slots=True)
@@ -80,17 +102,38 @@ class StepBatch:
 class ModelRunner(Protocol):
     """What a worker needs of a model."""
 
-    spec: PageSpec
+    groups: tuple[LayerGroup, ...]  # full attention first
+    recipe: Recipe
+    raw_format: PageFormat
+    l4_format: PageFormat | None  # what tier L4 keeps instead of L1's format
+    page_tokens: int
     vocab_size: int
     max_context: int
     eos_ids: tuple[int, ...]
     model_name: str
     dtype: str
-    arena: torch.Tensor  # uint8 [frames, spec.nbytes]; the last frame is scratch
-    root_fields: dict[str, str]
+    arena: torch.Tensor  # uint8 [units, unit bytes]; frame f begins at unit f
+    window: int  # of requests that don't set their own; 0: none
+    sinks: int
+    window_refusal: str  # why a request can't have a window of its own; "" when it may
+
+    def root_fields(
+        self, group: int = 0, window: int = 0, sinks: int = 0, lossy: bool = False
+    ) -> dict[str, str]:
+        """All that a group's pages depend on beside their tokens; `window` 0 means the model's own."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab]."""
+
+    def convert(
+        self,
+        group: int,
+        sources: IntArray,
+        source_format: PageFormat,
+        targets: IntArray,
+        target_format: PageFormat,
+    ) -> None:
+        """Write whole pages of one format anew in another, in other frames."""
 
 
 def load_runner(
@@ -107,25 +150,56 @@ def load_runner(
     epoch: int,
     cache_dir: Path | None = None,
     native: UseNative = "auto",
+    cache_format: str = "auto",
+    recent_tokens: int = 1024,
+    decay_sinks: int = 16,
+    l4_format: str = "",
+    window: int = 0,
+    sinks: int = 0,
 ) -> Runner:
     """Load the model of `path` and allocate its arena.
 
     `max_context` 0 means what the model's config says. `native` is "auto" (compiled kernels where a compiler is),
-    "off", or "require". Raises ValueError or FileNotFoundError with the way out.
+    "off", or "require". `cache_format` is a name of formats.CACHE_FORMATS; `recent_tokens` and `decay_sinks` belong to
+    timedecay. `l4_format` names what L4 keeps instead ("": the same). `window` and `sinks` are those of requests that
+    say nothing. Raises ValueError or FileNotFoundError with the way out.
     """
     cache = cache_dir or default_cache()
     folder = resolve_model(path, cache)
     shape = read_shape(folder)
-    spec = spec_of(shape, dtype, page_tokens)
+    raw = raw_format(dtype)
     threads = max(1, threads)
     torch.set_num_threads(threads)
     invariant = _is_invariant(numerics, dtype, shape)
     positions = _context_limit(shape, max_context)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layout = layout_of(spec)
-    arena = new_arena(l1_bytes, spec, device)
-    kernels = choose_kernels(device, cache, threads, native)
-    model = _load_model(folder, shape, layout, kernels, forward, positions, arena, max_batch_tokens)
+    recipe = choose_recipe(
+        cache_format,
+        raw=raw,
+        eight_bit=eight_bit_format(device),
+        page_tokens=page_tokens,
+        recent_tokens=recent_tokens,
+        decay_sinks=decay_sinks,
+    )
+    l4 = choose_l4_format(l4_format, page_tokens)
+    if shape.is_latent and {cache_format, l4_format} - {"auto", "fp8", ""}:
+        raise ValueError(
+            f"{shape.architecture} keeps latents, for which cache.format is auto or fp8 and tiers.l4.format empty or"
+            f" fp8, got {cache_format!r} and {l4_format!r}"
+        )
+    formats = [f for f in dict.fromkeys((recipe.write, recipe.decayed, l4)) if f is not None]
+    groups = layer_groups(shape, raw, page_tokens, formats)
+    if device.type != "cpu" and page_tokens < MIN_QUANTIZED_PAGE_TOKENS:
+        raise ValueError(
+            f"on a GPU page_tokens must be at least {MIN_QUANTIZED_PAGE_TOKENS}, which fills a tile of its kernels,"
+            f" got {page_tokens}"
+        )
+    unit = unit_bytes_of(groups)
+    layouts = tuple(layout_of(group, DTYPES[dtype], unit, recipe.write) for group in groups)
+    arena = new_arena(l1_bytes, groups, unit, device)
+    kernels = choose_kernels(device, cache, threads, native, invariant)
+    model = _load_model(folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device)
+    _check_window(window, sinks, model, groups[0].window, page_tokens)
     computed_by = f"{model.kind}, {kernels.name}" if invariant else model.kind
     if model.invariant:
         torch.set_num_threads(1)  # little is left to torch; its threads would be in our threads' way
@@ -133,16 +207,29 @@ def load_runner(
         model=model,
         kernels=kernels,
         shape=shape,
-        spec=spec,
+        groups=groups,
+        layouts=layouts,
+        recipe=recipe,
+        raw=raw,
+        l4_format=l4,
         arena=arena,
         dtype=dtype,
         model_name=Path(path).stem if path.endswith(".gguf") else Path(path).name,
         max_context=positions,
         max_batch_tokens=max_batch_tokens,
         fixed_rows=FIXED_ROWS if invariant and not model.invariant else 0,
-        root_fields=root_fields(folder, shape, spec, dtype, invariant, epoch, cache, computed_by),
+        fields=_fields(folder, shape, dtype, invariant, epoch, cache, computed_by),
         tokenizer=tokenizer_digest(folder),
+        window=window,
+        sinks=sinks,
     )
+
+
+def eight_bit_format(device: torch.device) -> PageFormat:
+    """What is written in eight bits where a config doesn't say which: FP8, or INT8 on GPUs before sm_89."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return PageFormat.INT8
+    return PageFormat.FP8
 
 
 def _is_invariant(numerics: str, dtype: str, shape: ModelShape) -> bool:
@@ -154,7 +241,14 @@ def _is_invariant(numerics: str, dtype: str, shape: ModelShape) -> bool:
             f"numerics invariant isn't supported for {shape.architecture}: which rows share a product depends on the"
             " experts they choose; use fast"
         )
-    return numerics == "invariant" or (numerics == "auto" and dtype == "float32" and not experts)
+    if shape.is_latent and numerics == "invariant":
+        raise ValueError(
+            f"numerics invariant isn't supported for {shape.architecture}: its rows are attended in two ways, absorbed"
+            " when decoded and expanded in a chunk; use fast"
+        )
+    return numerics == "invariant" or (
+        numerics == "auto" and dtype == "float32" and not experts and not shape.is_latent
+    )
 
 
 def _context_limit(shape: ModelShape, max_context: int) -> int:
@@ -163,61 +257,60 @@ def _context_limit(shape: ModelShape, max_context: int) -> int:
     return max_context or shape.max_positions
 
 
+def _check_window(window: int, sinks: int, model: Model, own: int, page_tokens: int) -> None:
+    if not window and not sinks:
+        return
+    if model.window_refusal:
+        raise ValueError(f"model.window {window} can't be: {model.window_refusal}")
+    if window < page_tokens:
+        raise ValueError(f"model.window must be 0 or at least a page of {page_tokens} tokens, got {window}")
+    if own and window > own:
+        raise ValueError(f"model.window must be at most the model's own {own}, got {window}")
+    if not 0 <= sinks <= window:
+        raise ValueError(f"model.sinks must be from 0 to the window of {window}, got {sinks}")
+
+
 def _load_model(
     folder: Path,
     shape: ModelShape,
-    layout: KVLayout,
-    kernels: TorchKernels | NativeKernels,
+    groups: tuple[LayerGroup, ...],
+    layouts: tuple[KVLayout, ...],
+    kernels: Kernels,
     forward: str,
-    positions: int,
-    arena: torch.Tensor,
     max_rows: int,
+    device: torch.device,
 ) -> Model:
-    device = arena.device
     if forward not in ("auto", "lean", "transformers"):
         raise ValueError(f"forward must be auto, lean or transformers, got {forward!r}")
     refusal = lean_refusal(shape)
     if forward == "lean" and refusal:
         raise ValueError(f"forward: lean can't run this model: {refusal}; use auto or transformers")
+    if shape.is_latent:
+        return LatentModel(folder, shape, groups, layouts[0], kernels, device)
     if forward == "transformers" or refusal:
-        model = TransformersModel(folder, layout, kernels, device)
-        with torch.inference_mode():
-            model.verify(arena)
+        model = TransformersModel(folder, shape, groups, layouts, kernels, device)
+        model.verify()
         return model
-    weights = LeanWeights(folder, shape, layout.dtype, device)
-    rope = rope_tables(folder, shape, positions)
+    weights = LeanWeights(folder, shape, layouts[0].dtype, device)
+    rope = load_rope(folder, shape)
     if isinstance(kernels, NativeKernels):
-        refusal = llama_refusal(shape.hidden, shape.num_heads, layout)
+        refusal = llama_refusal(shape.hidden, shape.num_heads, layouts[0])
         if not refusal:
-            return NativeModel(shape, weights, rope, layout, kernels, max_rows)
+            return NativeModel(shape, weights, rope, layouts[0], kernels, max_rows)
         log.warning("no compiled forward for this model, torch serves: %s", refusal)
-    return LeanModel(shape, weights, rope, layout, kernels)
+    return LeanModel(shape, weights, rope, layouts[0], kernels)
 
 
-def layout_of(spec: PageSpec) -> KVLayout:
-    """The same pages, as the kernels see them."""
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    return KVLayout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_tokens=spec.page_tokens,
-        dtype=dtypes[spec.format.value],
-        record_bytes=spec.record_bytes,
-    )
-
-
-def root_fields(
+def _fields(
     folder: Path,
     shape: ModelShape,
-    spec: PageSpec,
     dtype: str,
     invariant: bool,
     epoch: int,
     cache_dir: Path,
     computed_by: str,
 ) -> dict[str, str]:
-    """Everything the bytes of a page depend on beside its tokens, as short readable text.
+    """What all pages of a model depend on, as short readable text.
 
     `computed_by` names the code that computes a page. Lean and transformers forwards round differently, so they never
     share pages. Compiled kernels and plain torch share them in fast numerics, where both are within the dtype's error,
@@ -232,25 +325,28 @@ def root_fields(
         "compute_dtype": dtype,
         "numerics": "invariant" if invariant else "fast",
         "forward": computed_by,
-        "rope": shape.rope,
-        "attention": f"full, causal, {shape.num_heads} heads of {shape.head_dim}",
-        "kv_heads": f"0-{shape.num_kv_heads}",
-        "layer_group": f"0-{shape.num_layers}",
-        "page_tokens": str(spec.page_tokens),
-        "layout": str(spec.layout_version),
-        "recipe": spec.format.value,
+        "rope": _short(shape.rope),
         "epoch": str(epoch),
     }
 
 
-def new_arena(l1_bytes: int, spec: PageSpec, device: torch.device) -> torch.Tensor:
-    """uint8 [frames, spec.nbytes], touched. Raises ValueError when it would hold too few pages."""
-    frames = l1_bytes // spec.nbytes
-    if frames < MIN_FRAMES:
+def _short(text: str) -> str:
+    if len(text) <= _MAX_FIELD:
+        return text
+    return f"{text[: _MAX_FIELD - 40]}... {blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+def new_arena(
+    l1_bytes: int, groups: tuple[LayerGroup, ...], unit_bytes: int, device: torch.device
+) -> torch.Tensor:
+    """uint8 [units, unit_bytes], touched. Raises ValueError when it would hold too few pages."""
+    largest = largest_page_bytes(groups)
+    pages, needed = l1_bytes // largest, MIN_FRAMES * len(groups)
+    if pages < needed:
         raise ValueError(
-            f"L1 of {l1_bytes} bytes holds {frames} pages of {spec.nbytes}; it needs at least {MIN_FRAMES}"
+            f"L1 of {l1_bytes} bytes holds {pages} pages of {largest}; it needs at least {needed}"
         )
-    return hbm.new_arena(frames, spec.nbytes, device)
+    return hbm.new_arena(l1_bytes // unit_bytes, unit_bytes, device)
 
 
 class Runner:
@@ -260,32 +356,65 @@ class Runner:
         self,
         *,
         model: Model,
-        kernels: TorchKernels | NativeKernels,
+        kernels: Kernels,
         shape: ModelShape,
-        spec: PageSpec,
+        groups: tuple[LayerGroup, ...],
+        layouts: tuple[KVLayout, ...],
+        recipe: Recipe,
+        raw: PageFormat,
+        l4_format: PageFormat | None,
         arena: torch.Tensor,
         dtype: str,
         model_name: str,
         max_context: int,
         max_batch_tokens: int,
         fixed_rows: int,
-        root_fields: dict[str, str],
+        fields: dict[str, str],
         tokenizer: str,
+        window: int,
+        sinks: int,
     ) -> None:
-        self.spec = spec
+        self.model = model
+        self.groups = groups
+        self.recipe = recipe
+        self.raw_format = raw
+        self.l4_format = l4_format
+        self.page_tokens = groups[0].specs[recipe.write].page_tokens
         self.vocab_size = shape.vocab_size
         self.max_context = max_context
         self.eos_ids = shape.eos_ids
         self.model_name = model_name
         self.dtype = dtype
         self.arena = arena
-        self.root_fields = root_fields
+        self.window = window
+        self.sinks = sinks
+        self.window_refusal = model.window_refusal
         self.tokenizer_digest = tokenizer
         self.max_batch_tokens = max_batch_tokens
         self.forward_kind = model.kind
-        self._model = model
+        self._shape = shape
         self._kernels = kernels
+        self._layouts = layouts
+        self._fields = fields
         self._fixed_rows = fixed_rows
+
+    def root_fields(
+        self, group: int = 0, window: int = 0, sinks: int = 0, lossy: bool = False
+    ) -> dict[str, str]:
+        """See ModelRunner."""
+        own = self.groups[group]
+        spec, shape = own.specs[self.recipe.write], self._shape
+        reach = window or own.window
+        attention = f"window {reach}, sinks {sinks}" if reach else "full"
+        return {
+            **self._fields,
+            "attention": f"{attention}, causal, {shape.num_heads} heads of {shape.head_dim}",
+            "kv_heads": "latent" if shape.is_latent else f"0-{shape.num_kv_heads}",
+            "layer_group": _short(f"{group}: {_ranges(own.layers)}"),
+            "page_tokens": str(self.page_tokens),
+            "layout": str(spec.layout_version),
+            "recipe": f"{self.recipe}, lossy" if lossy else str(self.recipe),
+        }
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab], in their order.
@@ -301,15 +430,63 @@ class Runner:
             return _pick(parts, batch.logit_rows, self._fixed_rows)
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
-        plan = make_plan(
-            ((s.start, s.length, s.context, s.frames) for s in batch.sequences), self.spec.page_tokens
+        plans = tuple(
+            make_plan(
+                (_planned(s, s.pages[group]) for s in batch.sequences), self.page_tokens, layout.write_format
+            )
+            for group, layout in enumerate(self._layouts)
         )
-        return self._model.forward(batch.token_ids, batch.positions, plan, self.arena, batch.logit_rows)
+        step = ModelStep(batch.token_ids, batch.positions, plans, batch.logit_rows)
+        return self.model.forward(step, self.arena)
+
+    def convert(
+        self,
+        group: int,
+        sources: IntArray,
+        source_format: PageFormat,
+        targets: IntArray,
+        target_format: PageFormat,
+    ) -> None:
+        """Write whole pages of one format anew in another, in other frames; all layers of the group."""
+        with torch.inference_mode():
+            self._kernels.convert_pages(
+                self.arena,
+                self._layouts[group],
+                sources,
+                FORMAT_CODES[source_format],
+                targets,
+                FORMAT_CODES[target_format],
+            )
 
     def close(self) -> None:
         """End the threads of the compiled kernels and free their buffers. No forward may follow."""
-        self._model.close()
+        self.model.close()
         self._kernels.close()
+
+
+def _planned(rows: SequenceRows, pages: GroupPages) -> PlanSequence:
+    return PlanSequence(
+        rows.start,
+        rows.length,
+        rows.context,
+        pages.frames,
+        pages.formats,
+        pages.sink_pages,
+        pages.first_page,
+        pages.window,
+        pages.sinks,
+    )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """0,1,2,5 as "0-2,5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def fixed_tiles(batch: StepBatch, rows: int) -> Iterator[StepBatch]:
@@ -334,7 +511,7 @@ def _cut(sequences: list[SequenceRows], at: int, end: int) -> Iterator[SequenceR
         first, last = max(at, s.start), min(end, s.start + s.length)
         if first < last:
             left_out = s.start + s.length - last
-            yield SequenceRows(first - at, last - first, s.context - left_out, s.frames)
+            yield SequenceRows(first - at, last - first, s.context - left_out, s.pages)
 
 
 def _pick(parts: list[torch.Tensor], logit_rows: IntArray, rows: int) -> torch.Tensor:

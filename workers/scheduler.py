@@ -5,16 +5,22 @@ is free and nothing can be evicted, the running sequence with the lowest score i
 held there for it, and it queues up again at its place by arrival.
 
 Why this can't live-lock: the oldest running sequence is never a victim, so it goes on to its end; a request that
-couldn't fit alone was never accepted; and while the head of the queue waits for room, nobody behind it gets any.
+couldn't fit alone was never accepted; and while the head of the queue waits for room, nobody behind it gets any. Where
+pages have several sizes, what is free of one comes to another by moving pages together, some in each step.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtier.tier.page import PageKey, TierName
-from kvtier.workers.page_table import CopyHead, PageTable, SaveState
+from kvtier.tier.messages import PageRef
+from kvtier.tier.page import PageFormat, PageKey, TierName
+from kvtier.tier.recipe import ChainNeeds
+from kvtier.workers.frames import Op, PageRecord, SaveState
+from kvtier.workers.page_table import PageTable
 from kvtier.workers.sequence import Load, Sequence, SequenceState
 
 
@@ -44,11 +50,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DemotedPage:
-    """Page `depth` of a preempted sequence, to be copied to L3 with its first `tokens` tokens; has a copy started."""
+    """Page `depth` of a preempted sequence, to be copied to L3 with its first `tokens` tokens; has a copy started.
 
+    `record` is None for the page that isn't full.
+    """
+
+    group: int
     depth: int
     frame: int
     tokens: int
+    format: PageFormat
+    record: PageRecord | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +73,14 @@ class Demotion:
 
 @dataclass(slots=True)
 class Step:
-    """What the worker is to do now, in this order: copies, demotions, loads, then one forward over the rows."""
+    """What the worker is to do now, in this order: ops, demotions, loads, one forward over the rows, saves of `converted`."""
 
     rows: list[Row] = field(default_factory=list)
-    copies: list[CopyHead] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     demotions: list[Demotion] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)  # LOADING from now on: locate their pages
     leases_over: list[str] = field(default_factory=list)  # of preempted ones that found all they need in L1
+    converted: list[PageRecord] = field(default_factory=list)  # pages that the ops make, newly cached
     broken_pins: int = 0
 
 
@@ -100,19 +113,28 @@ class Scheduler:
         self.active: list[Sequence] = []  # LOADING and RUNNING, oldest first
         self.claims: dict[PageKey, Sequence] = {}
         self.preemptions = 0
-        # To be made in this order, whoever makes them: a frame that one reads may be the next one's to write.
-        self._copies: list[CopyHead] = []
         self._started: list[Sequence] = []  # since this step's decode rows were chosen
         self._leases = 0
 
-    def check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError, with the numbers, when such a sequence can never fit in L1. From any thread."""
-        pages = self.table.pages_for(prompt_tokens + max_tokens - 1)
-        if pages > self.table.capacity:
-            raise ValueError(
-                f"prompt of {prompt_tokens} tokens and max_tokens {max_tokens} need {pages} pages of "
-                f"{self.table.page_tokens} tokens; L1 has {self.table.capacity}"
-            )
+    def check_fits(self, prompt_tokens: int, max_tokens: int, needs: tuple[ChainNeeds, ...]) -> None:
+        """Raise ValueError, with the numbers, when such a sequence can never fit in L1. From any thread.
+
+        `needs` are the layer groups' of its kind. Of what a window lets go, nothing counts.
+        """
+        table = self.table
+        needed = table.most_needed(needs, prompt_tokens + max_tokens - 1)
+        slabs = table.frames.slabs
+        if slabs.can_hold(needed):
+            return
+        pages, nbytes = (
+            sum(needed.values()),
+            sum(size * n for size, n in needed.items()) * table.frames.unit_bytes,
+        )
+        cut = f", cut in {slabs.num_slabs} parts for pages of one size each" if slabs.num_slabs > 1 else ""
+        raise ValueError(
+            f"prompt of {prompt_tokens} tokens and max_tokens {max_tokens} need {pages} pages of {table.page_tokens} "
+            f"tokens at once, {nbytes} bytes; L1 has {table.capacity_bytes}{cut}"
+        )
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -120,24 +142,26 @@ class Scheduler:
 
     # One step
 
-    def schedule(self, now: float, *, can_load: bool, free_slots: int) -> Step:
-        """What to do in the next step. `free_slots` L3 slots are at hand for pages of preempted sequences."""
+    def schedule(self, now: float, *, can_load: bool, free_slots: Mapping[int, int]) -> Step:
+        """What to do in the next step. `free_slots`: L3 slots at hand for preempted sequences' pages, by their bytes."""
         step = Step()
         slots = _Slots(free_slots)
+        self.table.frames.begin_step()
         budget = self.max_batch_tokens - self._decode(step, slots, now)
         self._started = []
         if not step.demotions:
             self._admit(step, can_load, now)
         self._prefill(step, slots, budget, now)
-        step.copies = self._take_copies()
+        step.ops = self.table.take_ops()
+        step.converted = self.table.take_converted()
         return step
 
     def _decode(self, step: Step, slots: _Slots, now: float) -> int:
-        page_tokens = self.table.page_tokens
         for seq in self.active[:]:
-            if seq.state is not SequenceState.RUNNING or seq.length - seq.computed != 1:
+            length = seq.length
+            if seq.state is not SequenceState.RUNNING or length - seq.computed != 1:
                 continue
-            if seq.length > seq.num_pages * page_tokens and not self._make_room(step, slots, seq, now):
+            if not self.table.is_ready(seq, length) and not self._make_room(step, slots, seq, now):
                 continue
             step.rows.append(Row(seq, seq.computed, 1, True))
         return len(step.rows)
@@ -150,7 +174,7 @@ class Scheduler:
                 continue
             if seq.length - seq.computed == 1 and seq not in self._started:
                 continue  # a decode row
-            wanted = seq.computed + min(seq.pending, budget)
+            wanted = seq.computed + min(seq.pending, budget, _rows_alike(seq))
             fit = min(wanted, self.table.grow(seq, wanted, now))
             if fit <= seq.computed:
                 if seq is not self._oldest_running() or not self._make_room(step, slots, seq, now):
@@ -159,51 +183,57 @@ class Scheduler:
             step.rows.append(Row(seq, seq.computed, fit - seq.computed, fit == seq.length))
             budget -= fit - seq.computed
 
-    def advance(self, row: Row, now: float) -> list[int]:
-        """The row's tokens have been computed: seal what is full. Frames of newly cached pages, to be saved."""
+    def advance(self, row: Row, now: float) -> list[PageRecord]:
+        """The row's tokens have been computed: seal what is full, let go what left a window.
+
+        Newly cached pages, to be saved.
+        """
         seq = row.seq
         seq.computed = row.start + row.length
         request = seq.request
         if request.usage is None:
             request.accounted = max(request.accounted, min(seq.computed, request.prompt_tokens))
-        if seq.computed // self.table.page_tokens == seq.num_cached:
-            return []
-        sealed = self.table.seal(seq, now)
-        self._drop_claims(seq, seq.num_cached)
-        return sealed
+        sealed: list[PageRecord] = []
+        if seq.computed // self.table.page_tokens != seq.num_cached:
+            sealed = self.table.seal(seq, now)
+            self._drop_claims(seq, seq.num_cached)
+        if seq.is_plain:
+            return sealed
+        self.table.slide(seq, now)
+        return [record for record in sealed if self.table.is_cached(record)]
 
-    def loaded(self, seq: Sequence, now: float) -> None:
-        """The sequence's load is over, whatever came of it: use what came, run."""
+    def place(self, seq: Sequence, ref: PageRef, format: PageFormat, now: float) -> int | None:
+        """The frame for a page that comes up, with a copy into it started; None, and the load is cut, without room.
+
+        Do what table.take_ops() says before the copy: it may read the frame.
+        """
+        return self.table.place(seq, ref, format, now)
+
+    def arrive(self, seq: Sequence, ref: PageRef, tier: TierName, now: float) -> None:
+        """A page that its load still wants is in its frame, verified; the copy has ended."""
+        self.table.arrive(seq, ref, tier, now)
+
+    def loaded(self, seq: Sequence, now: float) -> int:
+        """The sequence's load is over, whatever came of it: use what came, run. The pages of its prefix."""
         load = seq.load
-        assert load is not None and load.is_complete
-        seq.load = None
+        assert load is not None
+        pages = self.table.loaded(seq, now)
         page_tokens = self.table.page_tokens
-        pages = load.first_page + load.wanted
-        self.table.trim(seq, pages)
-        seq.computed = pages * page_tokens
-        if load.tail_tokens and load.wanted == len(load.keys):
-            seq.computed += load.tail_tokens - page_tokens
-        seq.computed = min(seq.computed, seq.length - 1)
-        for page, tier in enumerate(load.came[: load.wanted], start=load.first_page):
-            assert tier is not None
+        for page, tier in enumerate(_tiers(load, pages), start=load.first_page):
             seq.request.credit(page * page_tokens, min((page + 1) * page_tokens, seq.computed), tier)
-        seq.stored_pages = pages
-        self.table.seal(seq, now)
         self._run(seq, now)
+        return pages
 
-    def fork(self, parent: Sequence, child: Sequence, now: float) -> list[CopyHead]:
+    def fork(self, parent: Sequence, child: Sequence, now: float) -> list[Op]:
         """Let a sibling share the pages of a prompt just computed, or queue it where there is no room.
 
-        The copies are to be made at once, before anything else is computed. Those of sequences whose load ended since
-        the step was scheduled are among them, first: the sibling's frame may be the page that one of them reads.
+        The operations are to be done at once, before anything else is computed. Those of sequences whose load ended
+        since the step was scheduled are among them, first: the sibling's frame may be the page that one of them reads.
         """
-        if len(self.active) < self.max_sequences:
-            copies = self.table.fork(parent, child, now)
-            if copies is not None:
-                child.enter(SequenceState.RUNNING)
-                insort(self.active, child, key=_age)
-                self._copies += copies
-                return self._take_copies()
+        if len(self.active) < self.max_sequences and self.table.fork(parent, child, now):
+            child.enter(SequenceState.RUNNING)
+            insort(self.active, child, key=_age)
+            return self.table.take_ops()
         self.add(child)
         return []
 
@@ -228,9 +258,9 @@ class Scheduler:
             assert numbers == sorted(numbers), "a queue out of order"
         assert len(self.active) <= self.max_sequences, "more sequences active than allowed"
         for seq in self.waiting:
-            assert seq.num_pages == 0 and seq.path is None, f"queued sequence {seq.number} holds pages"
+            assert seq.num_held == 0 and seq.path is None, f"queued sequence {seq.number} holds pages"
         for key, seq in self.claims.items():
-            assert seq in self.active and key in seq.keys, "a claim of nobody"
+            assert seq in self.active and key in seq.groups[0].keys, "a claim of nobody"
 
     # Admission
 
@@ -246,46 +276,25 @@ class Scheduler:
                 self.table.release(seq, now)
                 continue
             load = self._plan_load(seq, now) if can_load else None
-            if not self._has_room(seq, step, now) or not self._reserve(seq, load, now):
+            seq.load = load
+            if not self._has_room(seq, step, now) or not self._reserve(seq, now):
                 self.table.release(seq, now)
+                seq.load = None
                 return
-            self._enter(seq, load, step, now)
+            self._enter(seq, step, now)
 
     def _claimed_by_another(self, seq: Sequence) -> PageKey | None:
         if not seq.request.spec.use_cache:
             return None
         page_tokens = self.table.page_tokens
-        next_page = seq.num_cached
-        if (next_page + 1) * page_tokens > seq.length:
+        if (seq.num_cached + 1) * page_tokens > seq.length:
             return None
-        key = seq.page_keys(next_page + 1, page_tokens)[next_page]
+        key = seq.page_key(seq.num_cached, page_tokens)
         return key if key in self.claims else None
 
     def _plan_load(self, seq: Sequence, now: float) -> Load | None:
-        """Which pages to look for below L1: all whole pages of the known tokens, and the tail that a preemption saved."""
-        if not seq.request.spec.use_cache:
-            return None
-        page_tokens = self.table.page_tokens
-        pages, tail = divmod(seq.saved or seq.length, page_tokens)
-        if not seq.saved:
-            tail = 0
-            if pages * page_tokens == seq.length and seq.computed + seq.head_tokens == seq.length - 1:
-                return None  # L1 has all but the last token, which is computed anyhow
-        keys = seq.page_keys(pages, page_tokens)[seq.num_cached :]
-        if tail and seq.num_cached <= pages:
-            keys.append(seq.tail_key(seq.saved, page_tokens))
-        else:
-            tail = 0
-        if not keys:
-            return None
-        return Load(
-            lease=seq.lease or self.new_lease(seq),
-            first_page=seq.num_cached,
-            keys=keys,
-            started_s=now,
-            deadline_s=now + self.load_deadline_s,
-            tail_tokens=tail,
-        )
+        lease = seq.lease or self.new_lease(seq)
+        return self.table.plan_load(seq, lease, now, now + self.load_deadline_s)
 
     def new_lease(self, seq: Sequence) -> str:
         """A name, never used before by this worker, for what the CacheNode holds for a sequence."""
@@ -294,28 +303,41 @@ class Scheduler:
 
     def _has_room(self, seq: Sequence, step: Step, now: float) -> bool:
         """Room for its known tokens and one more, beside what the active ones are yet to fill and one page each."""
-        promised = sum(max(0, self._pages_soon(other) - other.num_pages) for other in self.active) + len(
-            self.active
-        )
-        missing = self._pages_soon(seq) - seq.num_pages
-        if missing + promised <= self.table.available:
+        missing: Counter[int] = Counter()
+        self.table.add_missing(missing, seq, self._tokens_soon(seq), self.max_batch_tokens)
+        for other in self.active:
+            self.table.add_missing(missing, other, self._tokens_soon(other), self.max_batch_tokens)
+            for group, need in enumerate(other.request.tenancy.needs):
+                missing[self.table.size_of(group, need.recipe.write)] += 1
+        if self.table.has_room(missing):
             return True
-        if not self.active and not self.table.limbo:
-            step.broken_pins += self.table.break_pins(now)
-            assert missing <= self.table.available, f"sequence {seq.number} can never fit"
+        if self.active or self.table.limbo:
+            return False
+        step.broken_pins += self.table.break_pins(now)
+        if not self._fits_alone(seq):
+            # What is cached of it lies in more room than it needs: it goes on without.
+            self.table.release(seq, now)
+            seq.load = None
+            self.table.adopt(seq, now, limit=0)
+            assert self._fits_alone(seq), f"sequence {seq.number} can never fit"
+        return True
+
+    def _fits_alone(self, seq: Sequence) -> bool:
+        missing: Counter[int] = Counter()
+        self.table.add_missing(missing, seq, self._tokens_soon(seq), self.table.page_tokens)
+        return self.table.has_room(missing)
+
+    def _tokens_soon(self, seq: Sequence) -> int:
+        return min(seq.length + 1, seq.final_tokens)
+
+    def _reserve(self, seq: Sequence, now: float) -> bool:
+        """Frames for a plain sequence's load; where they fail, a copy in flight keeps a frame that was counted on."""
+        if seq.load is None or not seq.is_plain:
             return True
-        return False
+        tokens = seq.load.pages * self.table.page_tokens
+        return self.table.grow(seq, tokens, now) >= tokens
 
-    def _pages_soon(self, seq: Sequence) -> int:
-        return self.table.pages_for(min(seq.length + 1, seq.final_tokens))
-
-    def _reserve(self, seq: Sequence, load: Load | None, now: float) -> bool:
-        if load is None:
-            return True
-        tokens = (load.first_page + len(load.keys)) * self.table.page_tokens
-        return self.table.grow(seq, tokens, now) >= tokens  # else a copy in flight keeps a frame counted on
-
-    def _enter(self, seq: Sequence, load: Load | None, step: Step, now: float) -> None:
+    def _enter(self, seq: Sequence, step: Step, now: float) -> None:
         request = seq.request
         self.waiting.remove(seq)
         insort(self.active, seq, key=_age)
@@ -326,13 +348,12 @@ class Scheduler:
         request.credit(0, seq.computed, TierName.HBM)
         self._claim(seq)
         seq.stored_pages = 0
-        if load is None:
+        if seq.load is None:
             if seq.lease is not None:
                 step.leases_over.append(seq.lease)
                 seq.lease = None
             self._run(seq, now)
             return
-        seq.load = load
         seq.enter(SequenceState.LOADING)
         step.loads.append(seq)
 
@@ -341,18 +362,12 @@ class Scheduler:
         seq.enter(SequenceState.RUNNING)
         self._started.append(seq)
         before = seq.computed
-        copy = self.table.readopt(seq, now)
-        if copy is not None:
-            self._copies.append(copy)
+        self.table.readopt(seq, now)
         seq.request.credit(before, seq.computed, TierName.HBM)
         seq.saved = 0
         if seq.request.started_s is None:
             seq.request.started_s = now
         self._drop_claims(seq, seq.num_cached)
-
-    def _take_copies(self) -> list[CopyHead]:
-        copies, self._copies = self._copies, []
-        return copies
 
     # Room
 
@@ -360,12 +375,13 @@ class Scheduler:
         """A page for the sequence's next token, preempting others where it must; False when it can't run now."""
         tokens = seq.computed + 1
         while self.table.grow(seq, tokens, now) < tokens:
-            if self.table.limbo:
-                return False  # a frame comes free as soon as a copy ends
+            if self.table.limbo or self.table.must_wait:
+                return False  # a frame comes free, or can be moved, as soon as a copy ends or a step is over
             victim = self._victim(now)
             if victim is None:
-                step.broken_pins += self.table.break_pins(now)
-                if not self.table.available:
+                broken = self.table.break_pins(now)
+                step.broken_pins += broken
+                if not broken:
                     return False  # the others are loading; each load ends at its deadline
                 continue
             self._preempt(victim, step, slots, now)
@@ -382,14 +398,14 @@ class Scheduler:
         if not candidates:
             return None
         idle = max(now - seq.last_token_s for seq in candidates) or 1.0
-        pages = max(seq.num_pages for seq in candidates) or 1
+        pages = max(seq.num_held for seq in candidates) or 1
         remaining = max(seq.remaining_tokens for seq in candidates) or 1
         w = self.weights
 
         def score(seq: Sequence) -> tuple[float, int]:
             terms = (
                 w.recency * (1.0 - (now - seq.last_token_s) / idle)
-                + w.memory * seq.num_pages / pages
+                + w.memory * seq.num_held / pages
                 + w.remaining * seq.remaining_tokens / remaining
             )
             return terms, -seq.number
@@ -401,8 +417,11 @@ class Scheduler:
         for page in pages:
             self.table.start_copy(page.frame)
         full = victim.computed - victim.computed % self.table.page_tokens
-        tail_saved = bool(pages) and pages[-1].tokens < self.table.page_tokens
-        victim.saved = victim.computed if tail_saved else full if victim.request.spec.use_cache else 0
+        tails = sum(page.record is None for page in pages)
+        if tails == len(victim.groups):
+            victim.saved = victim.computed
+        else:
+            victim.saved = full if victim.request.spec.use_cache else 0
         step.rows = [row for row in step.rows if row.seq is not victim]
         self._leave(victim, now)
         victim.enter(SequenceState.PREEMPTED)
@@ -420,23 +439,31 @@ class Scheduler:
         if not victim.request.spec.use_cache:
             return []  # it leaves no pages behind; they are recomputed
         page_tokens = self.table.page_tokens
+        full, tail = divmod(victim.computed, page_tokens)
         pages: list[DemotedPage] = []
-        for depth, frame in enumerate(victim.frames[: victim.num_cached].tolist()):
+        places = (
+            (depth, group)
+            for group, mine in enumerate(victim.groups)
+            for depth in mine.held(0, full + bool(tail))
+        )
+        for depth, group in sorted(places):
+            frame = int(victim.groups[group].frames[depth])
             record = self.table.record(frame)
-            assert record is not None
-            if record.save is SaveState.DIRTY:
-                if not slots.take():
-                    return pages
+            if depth < full and (record is None or record.save is not SaveState.DIRTY):
+                continue
+            format = victim.request.tenancy.needs[group].recipe.write if record is None else record.format
+            if not slots.take(self.table.groups[group][format]):
+                return pages
+            if record is not None:
                 record.save = SaveState.SAVING
-                pages.append(DemotedPage(depth, frame, page_tokens))
-        tail = victim.computed % page_tokens
-        if tail and slots.take():
-            pages.append(DemotedPage(victim.num_cached, int(victim.frames[victim.num_cached]), tail))
+            pages.append(
+                DemotedPage(group, depth, frame, page_tokens if depth < full else tail, format, record)
+            )
         return pages
 
     def _leave(self, seq: Sequence, now: float) -> None:
         self.active.remove(seq)
-        self._drop_claims(seq, len(seq.keys))
+        self._drop_claims(seq, len(seq.groups[0].keys))
         self.table.release(seq, now)
 
     # Claims
@@ -453,25 +480,52 @@ class Scheduler:
         """Pages before `upto` are cached, or will not come: nobody waits for them any more."""
         if not seq.claimed:
             return
+        keys = seq.groups[0].keys
         for page in range(seq.claimed.start, min(upto, seq.claimed.stop)):
-            if self.claims.get(seq.keys[page]) is seq:
-                del self.claims[seq.keys[page]]
+            if self.claims.get(keys[page]) is seq:
+                del self.claims[keys[page]]
         seq.claimed = range(min(upto, seq.claimed.stop), seq.claimed.stop)
 
 
-@dataclass(slots=True)
 class _Slots:
-    """L3 slots that may still be used in this step."""
+    """L3 slots that may still be used in this step, by the bytes of the pages they hold."""
 
-    left: int
+    def __init__(self, left: Mapping[int, int]) -> None:
+        self._left = dict(left)
 
-    def take(self) -> bool:
+    def take(self, nbytes: int) -> bool:
         """Use one, if there is one."""
-        if self.left < 1:
+        left = self._left.get(nbytes, 0)
+        if left < 1:
             return False
-        self.left -= 1
+        self._left[nbytes] = left - 1
         return True
 
 
 def _age(seq: Sequence) -> int:
     return seq.number
+
+
+def _rows_alike(seq: Sequence) -> int:
+    """Rows from the sequence's position on that see pages in the same formats."""
+    return min(need.recipe.rows_until_decay(seq.computed) for need in seq.request.tenancy.needs)
+
+
+def _tiers(load: Load, pages: int) -> list[TierName]:
+    """Where the pages of the prefix from the load's first one on came from.
+
+    A page of several layer groups counts as its lowest one; one that no row attends any more, as the next one that is.
+    """
+    tiers: list[TierName] = []
+    later = TierName.HBM
+    for page in range(pages - 1, load.first_page - 1, -1):
+        came = [
+            tier for group in range(len(load.chains)) if (tier := load.came.get((group, page))) is not None
+        ]
+        if came:
+            later = TierName.SSD if TierName.SSD in came else came[0]
+        elif any((group, page) in load.kept for group in range(len(load.chains))):
+            later = TierName.HBM
+        tiers.append(later)
+    tiers.reverse()
+    return tiers

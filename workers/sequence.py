@@ -7,17 +7,26 @@ a preemption differ only in how many tokens that is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tier.identity import TokenIds, page_keys
-from kvtier.tier.messages import Missing
-from kvtier.tier.page import PageKey, RootKey, TierName
+from kvtier.tier.messages import Missing, PageRef
+from kvtier.tier.page import PageFormat, PageKey, RootKey, TierName
 from kvtier.tier.prefix import Path
+from kvtier.tier.recipe import ChainNeeds
 from kvtier.workers.api import EngineRequest, FinishReason, PageNote, Timings, Usage
+
+Frames = npt.NDArray[np.int32]  # [pages]
+Formats = npt.NDArray[np.uint8]  # [pages], codes of kernels' Format
+
+FIRST_TOKENS = 4096  # room for so many more tokens than the prompt's is made at once; anything alike will do
 
 
 class SequenceState(StrEnum):
@@ -43,15 +52,42 @@ _ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """What keeps a request's pages apart from those of other tenants and other models.
+    """Everything by which a request's pages are found, and what its rows need of them.
 
-    `tree` names the prefix tree its pages live in: it changes with tenant, root and each `clear` of the tenant.
+    There are one root and one entry of `needs` for each layer group. `tree` names what is cleared together: it changes
+    with tenant, roots and each `clear` of the tenant. A lossy request takes pages in `lossy_format` too, also such as
+    hang under `other_roots`, those of the exact request.
     """
 
-    root: RootKey
+    roots: tuple[RootKey, ...]
     salt: bytes
     digest: bytes
     tree: RootKey
+    needs: tuple[ChainNeeds, ...]
+    other_roots: tuple[RootKey, ...] = ()
+    lossy_format: PageFormat | None = None
+
+    @property
+    def root(self) -> RootKey:
+        """The root of the first layer group."""
+        return self.roots[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """All rows attend all pages, which are all alike: a radix tree finds them. The others' lie in a pool."""
+        if len(self.needs) > 1:
+            return False
+        (need,) = self.needs
+        return need.recipe.is_uniform and not need.window.tokens and not need.any_variant
+
+    @property
+    def is_stream(self) -> bool:
+        """Pages that leave the window are of no use to the sequence's model any more, in no layer."""
+        return len(self.needs) == 1 and self.needs[0].window.tokens > 0
+
+    def other_format(self, group: int) -> PageFormat | None:
+        """The format beside the written one that a group's pages may be in."""
+        return self.needs[group].recipe.decayed or self.lossy_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,53 +239,172 @@ class Request:
         )
 
 
+class LoadChain(NamedTuple):
+    """One layer group's part of a load: the keys of its pages from the load's `first_page` on.
+
+    Under `other_keys`, where there are any, the same tokens' pages may be found too. `held` has the recipe.HAS_ bits of
+    what L1 holds of each page for this load.
+    """
+
+    keys: list[PageKey]
+    other_keys: list[PageKey]
+    held: bytes
+    needs: ChainNeeds
+    lossy_format: PageFormat | None
+
+
 @dataclass(slots=True)
 class Load:
-    """Pages of one sequence that come up from lower tiers: page `first_page + i` of the sequence has key `keys[i]`.
+    """Pages of one sequence that come up from lower tiers; those before `first_page` are in L1.
 
-    The pages usable in the end are the first `wanted` ones, once all of those have come. The last key may be that of
-    the page with the last known token, which is computed anyhow: the page then gives its other tokens.
+    The prefix will have `wanted` pages once all that are `awaited` have come. The last page may be that of the last
+    known tokens, not full (`tail_tokens`), or, of a plain sequence, hold the last known token, which is computed anyhow.
     """
 
     lease: str
     first_page: int
-    keys: list[PageKey]
+    chains: list[LoadChain]
+    last_position: int
     started_s: float
     deadline_s: float
     tail_tokens: int = 0  # filled tokens of the last page, when it is a preempted sequence's partial one
     wanted: int = field(init=False)
     located: bool = False
     missing: Missing | None = None
-    came: list[TierName | None] = field(init=False)
-    contiguous: int = 0
+    awaited: set[PageRef] = field(default_factory=set)
+    came: dict[PageRef, TierName] = field(default_factory=dict)
+    # What a pooled sequence holds for its load, by (group, page, format): cached pages, and frames being filled.
+    parts: dict[tuple[int, int, PageFormat], int] = field(default_factory=dict)
+    kept: frozenset[PageRef] = frozenset()  # those of them that L1 had
+    placed: dict[PageRef, PageFormat] = field(default_factory=dict)  # the format that a page comes in
 
     def __post_init__(self) -> None:
-        self.wanted = len(self.keys)
-        self.came = [None] * len(self.keys)
+        self.wanted = self.pages
 
-    def arrive(self, index: int, tier: TierName) -> None:
-        """Page `index` is in its frame, verified."""
-        self.came[index] = tier
-        while self.contiguous < len(self.came) and self.came[self.contiguous] is not None:
-            self.contiguous += 1
-
-    def cut(self, index: int, missing: Missing | None) -> None:
-        """Pages from `index` on will not be used."""
-        if index < self.wanted:
-            self.wanted = index
-            self.missing = missing
+    @property
+    def pages(self) -> int:
+        """Pages of the longest prefix that is asked for."""
+        return self.first_page + len(self.chains[0].keys)
 
     @property
     def is_complete(self) -> bool:
         """Nothing more to wait for."""
-        return self.located and self.contiguous >= self.wanted
+        return self.located and not self.awaited
+
+    def wants(self, ref: PageRef) -> bool:
+        """The page is still waited for."""
+        return ref in self.awaited
+
+    def locate(self, pages: int, refs: Iterable[PageRef], missing: Missing | None) -> None:
+        """The node has answered: a prefix of so many pages, for which these are there or coming."""
+        self.located = True
+        self.awaited = {(group, page) for group, page in refs}
+        self.cut(pages, missing)
+
+    def arrive(self, ref: PageRef, tier: TierName) -> None:
+        """The page is in its frame, verified."""
+        self.came[ref] = tier
+        self.awaited.discard(ref)
+
+    def cut(self, page: int, missing: Missing | None) -> None:
+        """Pages from this one on will not be used."""
+        if page < self.wanted:
+            self.wanted = max(page, self.first_page)
+            self.missing = missing
+            self.awaited = {ref for ref in self.awaited if ref[1] < page}
+
+    def give_up(self, reason: str, detail: str) -> None:
+        """Wait no longer: what has come in one piece from the beginning must do."""
+        first = (
+            min((page for _, page in self.awaited), default=self.wanted) if self.located else self.first_page
+        )
+        self.located = True
+        self.cut(first, Missing(first, reason, detail))
+
+
+class PageRun(NamedTuple):
+    """A sequence's pages of one layer group as attention wants them; fields as in the kernels' PlanSequence."""
+
+    frames: Frames
+    formats: Formats | None
+    sink_pages: int
+    first_page: int
+
+
+class SequencePages:
+    """One layer group's pages of a sequence, by page number. Owned by the step loop.
+
+    It holds pages [0, sink_pages) and [first_page, num_pages), or all of [0, num_pages) while that is less than
+    sink_pages; what stands in `frames` and `formats` for others means nothing. `formats` None: all as they are written.
+    Pages before `settled` are in the format that rows at the sequence's position want.
+    """
+
+    __slots__ = ("first_page", "formats", "frames", "keys", "num_pages", "root", "settled", "sink_pages")
+
+    def __init__(self, root: RootKey, pages: int, sink_pages: int, is_plain: bool) -> None:
+        self.root = root
+        self.keys: list[PageKey] = []  # of its full pages, as far as anyone has asked
+        self.frames: Frames = np.zeros(pages, np.int32)
+        self.formats: Formats | None = None if is_plain else np.zeros(pages, np.uint8)
+        self.sink_pages = sink_pages
+        self.empty()
+
+    def empty(self) -> None:
+        """It holds nothing."""
+        self.num_pages = self.settled = 0
+        self.first_page = self.sink_pages
+
+    def held(self, first: int = 0, end: int | None = None) -> Iterable[int]:
+        """The numbers of the pages it holds, from `first` to before `end`, in order."""
+        end = self.num_pages if end is None else min(end, self.num_pages)
+        return chain(range(first, min(self.sink_pages, end)), range(max(first, self.first_page), end))
+
+    @property
+    def num_held(self) -> int:
+        """How many pages it holds."""
+        return min(self.sink_pages, self.num_pages) + max(0, self.num_pages - self.first_page)
+
+    def reserve(self, pages: int) -> None:
+        """Make room for page numbers below `pages`."""
+        room = len(self.frames)
+        if pages > room:
+            more = max(pages, 2 * room) - room
+            self.frames = np.concatenate((self.frames, np.zeros(more, np.int32)))
+            if self.formats is not None:
+                self.formats = np.concatenate((self.formats, np.zeros(more, np.uint8)))
+
+    def put(self, page: int, frame: int, code: int) -> None:
+        """The page lies in this frame, in the format of this code."""
+        assert self.formats is not None
+        self.frames[page] = frame
+        self.formats[page] = code
+
+    def follow(self, moved: Mapping[int, int]) -> None:
+        """Pages have moved to other frames."""
+        low, high = min(moved), max(moved)
+        for part in (
+            self.frames[: min(self.sink_pages, self.num_pages)],
+            self.frames[self.first_page : self.num_pages],
+        ):
+            for i in np.flatnonzero((low <= part) & (part <= high)).tolist():
+                part[i] = moved.get(int(part[i]), part[i])
+
+    def run(self, pages: int) -> PageRun:
+        """What rows whose context ends in page `pages - 1` attend. O(window)."""
+        sinks, first = self.sink_pages, self.first_page
+        if first == sinks or pages <= sinks:
+            return PageRun(self.frames[:pages], None if self.formats is None else self.formats[:pages], 0, 0)
+        assert self.formats is not None
+        frames = np.concatenate((self.frames[:sinks], self.frames[first:pages]))
+        formats = np.concatenate((self.formats[:sinks], self.formats[first:pages]))
+        return PageRun(frames, formats, sinks, first)
 
 
 class Sequence:
-    """One of a request's n sequences: its tokens, the frames of its pages, and how far it is.
+    """One of a request's n sequences: its tokens, its pages in each layer group, and how far it is.
 
-    `frames[:num_pages]` are its pages' L1 frames in order. The first `num_cached` of them are the prefix index's, kept
-    by `path`; the others are its own. Owned by the step loop; page_table.py changes frames, scheduler.py the state.
+    The first `num_cached` pages of each group have been given to the cache: a plain sequence's are kept by `path`, the
+    others by holding their frames. Owned by the step loop; the page table changes pages, scheduler.py the state.
     """
 
     __slots__ = (
@@ -258,16 +413,16 @@ class Sequence:
         "computed",
         "copies",
         "final_tokens",
-        "frames",
+        "groups",
         "head_tokens",
         "index",
-        "keys",
+        "is_plain",
         "last_token_s",
         "lease",
         "length",
         "load",
+        "max_length",
         "num_cached",
-        "num_pages",
         "number",
         "path",
         "request",
@@ -276,6 +431,7 @@ class Sequence:
         "stop_ids",
         "stored_pages",
         "tokens",
+        "tree",
     )
 
     def __init__(
@@ -287,24 +443,29 @@ class Sequence:
         max_context: int,
     ) -> None:
         sampling = request.spec.sampling
-        room = min(request.prompt_tokens + sampling.max_tokens, max_context)
+        tenancy = request.tenancy
+        self.max_length = min(request.prompt_tokens + sampling.max_tokens, max_context)
         self.request = request
         self.index = index
         self.number = request.number + index  # order of arrival: lower is older
         self.state = SequenceState.WAITING
+        room = min(self.max_length, request.prompt_tokens + FIRST_TOKENS)
         self.tokens: TokenIds = np.empty(room, np.int32)
         self.tokens[: request.prompt_tokens] = request.spec.token_ids
         self.length = request.prompt_tokens
         self.computed = 0
         # The last token sampled is never computed, so it needs no place in a page.
-        self.final_tokens = max(request.prompt_tokens, room - 1)
-        self.frames: npt.NDArray[np.int32] = np.zeros(-(-self.final_tokens // page_tokens), np.int32)
-        self.num_pages = 0
+        self.final_tokens = max(request.prompt_tokens, self.max_length - 1)
+        self.is_plain = tenancy.is_plain
+        self.groups = [
+            SequencePages(root, -(-room // page_tokens), need.window.sink_pages(page_tokens), self.is_plain)
+            for root, need in zip(tenancy.roots, tenancy.needs, strict=True)
+        ]
         self.num_cached = 0
         self.stored_pages = 0  # the first so many pages of its chain are known to the node
         self.head_tokens = 0  # of the page behind the cached ones, that L1 could give when it was last asked
         self.path: Path | None = None
-        self.keys: list[PageKey] = []  # of its full pages, as far as anyone has asked
+        self.tree = tenancy.tree  # where its pages go, as of its last admission
         self.stop_ids = frozenset(sampling.stop_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
@@ -329,7 +490,17 @@ class Sequence:
     @property
     def remaining_tokens(self) -> int:
         """Tokens it may still sample."""
-        return len(self.tokens) - self.length
+        return self.max_length - self.length
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it has room in, counted from its beginning."""
+        return min(pages.num_pages for pages in self.groups)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that it holds, of all layer groups."""
+        return sum(pages.num_held for pages in self.groups)
 
     def enter(self, state: SequenceState) -> None:
         """Change state; only along the allowed transitions."""
@@ -338,6 +509,9 @@ class Sequence:
 
     def append(self, token: int, now: float) -> None:
         """A token was sampled."""
+        if self.length == len(self.tokens):
+            room = min(self.max_length, 2 * self.length)
+            self.tokens = np.concatenate((self.tokens, np.empty(room - self.length, np.int32)))
         self.tokens[self.length] = token
         self.length += 1
         self.last_token_s = now
@@ -346,25 +520,36 @@ class Sequence:
         """Whether the sequence is over now that `token` is its last one."""
         if token in self.stop_ids:
             return FinishReason.STOP
-        if self.length == len(self.tokens):
+        if self.length == self.max_length:
             return FinishReason.LENGTH
         return None
 
-    def page_keys(self, pages: int, page_tokens: int) -> list[PageKey]:
-        """Keys of its first `pages` full pages; each is hashed once, as the sequence grows."""
-        known = len(self.keys)
-        if pages > known:
-            parent = self.keys[-1] if self.keys else self.request.tenancy.root
-            tokens = self.tokens[known * page_tokens : pages * page_tokens]
-            self.keys += page_keys(parent, self.request.tenancy.salt, tokens, page_tokens)
-        return self.keys[:pages]
+    def page_keys(self, pages: int, page_tokens: int, group: int = 0) -> list[PageKey]:
+        """Keys of a group's first `pages` full pages; each is hashed once, as the sequence grows."""
+        return self._keys(pages, page_tokens, group)[:pages]
 
-    def tail_key(self, tokens: int, page_tokens: int) -> PageKey:
-        """Key of the partial page that ends at `tokens`."""
+    def page_key(self, page: int, page_tokens: int, group: int = 0) -> PageKey:
+        """Key of a group's full page."""
+        return self._keys(page + 1, page_tokens, group)[page]
+
+    def parent_key(self, page: int, page_tokens: int, group: int = 0) -> bytes:
+        """Key of the page before, or the group's root."""
+        return self.page_key(page - 1, page_tokens, group) if page else self.groups[group].root
+
+    def tail_key(self, tokens: int, page_tokens: int, group: int = 0) -> PageKey:
+        """Key of the group's partial page that ends at `tokens`."""
         full = tokens // page_tokens
-        keys = self.page_keys(full, page_tokens)
-        parent = keys[-1] if keys else self.request.tenancy.root
+        parent = PageKey(self.parent_key(full, page_tokens, group))
         tail = self.tokens[full * page_tokens : tokens]
         assert 0 < len(tail) < page_tokens
         (key,) = page_keys(parent, self.request.tenancy.salt, tail, page_tokens, include_partial=True)
         return key
+
+    def _keys(self, pages: int, page_tokens: int, group: int) -> list[PageKey]:
+        keys = self.groups[group].keys
+        known = len(keys)
+        if pages > known:
+            parent = keys[-1] if keys else self.groups[group].root
+            tokens = self.tokens[known * page_tokens : pages * page_tokens]
+            keys += page_keys(parent, self.request.tenancy.salt, tokens, page_tokens)
+        return keys

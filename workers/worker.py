@@ -21,8 +21,7 @@ import torch
 
 from kvtier.tier.base import PageInfo
 from kvtier.tier.hbm import Arena
-from kvtier.tier.identity import root_key
-from kvtier.tier.messages import Hello
+from kvtier.tier.messages import Hello, NewRoot
 from kvtier.tier.page import TierName
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.accounts import Accounts
@@ -36,7 +35,9 @@ from kvtier.workers.api import (
     WorkerInfo,
     WorkerStopped,
 )
+from kvtier.workers.arena_ops import ArenaOps
 from kvtier.workers.copier import Copier, Job
+from kvtier.workers.frames import PageRecord
 from kvtier.workers.inbox import Inbox
 from kvtier.workers.level1 import Level1, Outcomes
 from kvtier.workers.node_link import (
@@ -49,7 +50,8 @@ from kvtier.workers.node_link import (
 )
 from kvtier.workers.page_table import PageTable
 from kvtier.workers.pager import Pager
-from kvtier.workers.runner import ModelRunner, SequenceRows, StepBatch
+from kvtier.workers.roots import Kind, Roots
+from kvtier.workers.runner import GroupPages, ModelRunner, SequenceRows, StepBatch
 from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
 from kvtier.workers.scheduler import Row, Scheduler
 from kvtier.workers.sequence import Request, Sequence, SequenceState
@@ -119,52 +121,63 @@ class DecodeWorker:
         copy_threads: int = 2,
         tokenizer_digest: str = "",
     ) -> None:
-        spec = runner.spec
-        num_frames = runner.arena.shape[0] - 1  # the last one is the runner's scratch
+        units, unit_bytes = runner.arena.shape
+        specs = [spec for group in runner.groups for spec in group.specs.values()]
         self.worker_id = worker_id
         self.node_id = node_id
         self._runner = runner
-        self._spec = spec
+        self._page_tokens = runner.page_tokens
         self._sink = sink
         self._always_load = always_load
         self._max_waiting = max_waiting
         self._tokenizer_digest = tokenizer_digest
         self._inbox: Inbox[_Event] = Inbox(max_waiting + ADMIN_CALLS)
-        self._arena = Arena(runner.arena)
-        self._table = PageTable(num_frames, spec.page_tokens, spec.nbytes)
+        self._table = PageTable(
+            units,
+            unit_bytes,
+            runner.page_tokens,
+            tuple({format: spec.nbytes for format, spec in group.specs.items()} for group in runner.groups),
+        )
         self._scheduler = Scheduler(
             self._table,
             max_batch_tokens=max_batch_tokens,
             max_sequences=min(max_sequences, max_batch_tokens),
             load_deadline_s=load_deadline_ms / 1e3,
         )
-        hello = Hello(worker_id, uuid.uuid4().hex, spec.digest, spec.nbytes, dict(runner.root_fields))
-        stock = max(16, 2 * -(-max_batch_tokens // spec.page_tokens))
-        self._link = NodeLink(socket_path, hello, stock, self._inbox.put)
-        self._copier = Copier(
-            self._arena,
-            spec,
-            spec.format.value,
-            copy_threads,
-            lambda job: self._inbox.put(_Copied(job)),
+        hello = Hello(
+            worker_id=worker_id,
+            incarnation=uuid.uuid4().hex,
+            payloads={spec.digest: spec.nbytes for spec in specs},
+            raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
+            root_fields=runner.root_fields(),
         )
+        stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
+        on_gpu = runner.arena.device.type == "cuda"
+        self._link = NodeLink(socket_path, hello, stock, self._inbox.put, pin_slab=on_gpu)
+        self._roots = Roots(runner, tenants, lambda fields: self._link.send(NewRoot(fields)))
+        arena = Arena(runner.arena)
+        self._ops = ArenaOps(arena, runner)
+        self._copier = Copier(arena, copy_threads, lambda job: self._inbox.put(_Copied(job)))
         self._pager = Pager(
             table=self._table,
             scheduler=self._scheduler,
             link=self._link,
             copier=self._copier,
-            spec=spec,
-            frames=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
+            ops=self._ops,
+            roots=self._roots,
+            groups=runner.groups,
+            l4_format=runner.l4_format,
+            memory=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
         )
         self._requests: dict[str, Request] = {}
         self._accounts = Accounts(self._table, worker_id)
         self._level1 = Level1(
             worker_id=worker_id,
-            root=root_key(runner.root_fields),
-            tenants=tenants,
+            roots=self._roots,
             table=self._table,
             pager=self._pager,
-            spec=spec,
+            groups=runner.groups,
+            raw_format=runner.raw_format,
             clock=time.monotonic,
         )
         self._outputs: list[Output] = []
@@ -177,7 +190,7 @@ class DecodeWorker:
         # Filled anew at each step, so that a step allocates little.
         self._token_ids = np.zeros(max_batch_tokens, np.int32)
         self._positions = np.zeros(max_batch_tokens, np.int32)
-        self._counting = np.arange(runner.max_context, dtype=np.int32)
+        self._counting = np.arange(max_batch_tokens, dtype=np.int32)
         self._thread = threading.Thread(target=self._run, name=f"step-loop-{worker_id}", daemon=True)
 
     # For anyone, from any thread
@@ -211,13 +224,13 @@ class DecodeWorker:
             pid=os.getpid(),
             model_name=self._runner.model_name,
             vocab_size=self._runner.vocab_size,
-            max_context=min(self._runner.max_context, self._table.capacity * self._spec.page_tokens),
+            max_context=self._longest_context(),
             eos_ids=tuple(self._runner.eos_ids),
             dtype=self._runner.dtype,
-            page_tokens=self._spec.page_tokens,
-            page_bytes=self._spec.nbytes,
+            page_tokens=self._page_tokens,
+            page_bytes=sum(group.specs[self._runner.recipe.write].nbytes for group in self._runner.groups),
             tokenizer_digest=self._tokenizer_digest,
-            root_fields=dict(self._runner.root_fields),
+            root_fields=self._runner.root_fields(),
         )
 
     @property
@@ -298,6 +311,7 @@ class DecodeWorker:
                 self._pager.expire(time.monotonic())
                 busy = self._step()
                 self._send_outputs()
+                self._pager.flush(time.monotonic())
         except Exception as error:
             log.exception("the step loop failed")
             self._error = f"{type(error).__name__}: {error}"
@@ -337,13 +351,11 @@ class DecodeWorker:
         if not scheduler.unfinished:
             self._waiting = 0
             return False
-        link = self._link
         now = time.monotonic()
-        step = scheduler.schedule(now, can_load=link.is_up, free_slots=link.free_slots)
+        step = scheduler.schedule(now, can_load=self._link.is_up, free_slots=self._link.stock())
         self._waiting = len(scheduler.waiting)
-        # Before anything else may write to the frames that these are copied from.
-        for copy in step.copies:
-            self._arena.copy_head(copy.source, copy.target, copy.tokens, self._spec)
+        # Before anything else may read or write the frames that these name.
+        self._ops.run(step.ops)
         for demotion in step.demotions:
             self._pager.demote(demotion)
         for lease in step.leases_over:
@@ -353,28 +365,30 @@ class DecodeWorker:
         if step.broken_pins:
             log.warning("%d pinned pages were unpinned: a request needed their room in L1", step.broken_pins)
         if step.rows:
-            self._compute(step.rows)
-        elif not (step.demotions or step.loads or self._pager.in_flight):
+            self._compute(step.rows, step.converted)
+        elif step.converted:
+            self._pager.save(step.converted, now)
+        elif not (step.ops or step.demotions or step.loads or self._pager.in_flight):
             raise RuntimeError(f"{scheduler.unfinished} sequences, and none can go on")
-        return bool(step.rows or step.demotions)
+        return bool(step.rows or step.ops or step.demotions)
 
-    def _compute(self, rows: list[Row]) -> None:
+    def _compute(self, rows: list[Row], converted: list[PageRecord]) -> None:
         started = time.perf_counter()
         batch = self._batch(rows)
         logits = self._runner.forward(batch)
         now = time.monotonic()
         self._measure(rows, len(batch.token_ids), time.perf_counter() - started)
-        sealed: list[int] = []
+        to_save = converted
         for row in rows:
-            sealed += self._scheduler.advance(row, now)
+            to_save += self._scheduler.advance(row, now)
         self._sample([row.seq for row in rows if row.samples], logits, now)
-        if sealed:
+        if to_save:
             self._send_outputs()  # saving can wait for a moment, clients shouldn't
-            self._pager.save(sealed)
+            self._pager.save(to_save, now)
 
     def _batch(self, rows: list[Row]) -> StepBatch:
         token_ids, positions = self._token_ids, self._positions
-        page_tokens = self._spec.page_tokens
+        page_tokens = self._page_tokens
         sequences: list[SequenceRows] = []
         logit_rows: list[int] = []
         at = 0
@@ -386,21 +400,25 @@ class DecodeWorker:
                 positions[at] = start
             else:
                 token_ids[at : at + length] = seq.tokens[start:end]
-                positions[at : at + length] = self._counting[start:end]
-            sequences.append(SequenceRows(at, length, end, seq.frames[: -(-end // page_tokens)]))
+                np.add(self._counting[:length], start, out=positions[at : at + length])
+            pages = tuple(
+                GroupPages(*group.run(-(-end // page_tokens)), needs.window.tokens, needs.window.sinks)
+                for group, needs in zip(seq.groups, seq.request.tenancy.needs, strict=True)
+            )
+            sequences.append(SequenceRows(at, length, end, pages))
             at += length
             if row.samples:
                 logit_rows.append(at - 1)
         return StepBatch(token_ids[:at], positions[:at], sequences, np.array(logit_rows, np.int32))
 
     def _measure(self, rows: list[Row], tokens: int, seconds: float) -> None:
-        if tokens - len(rows) < self._spec.page_tokens:
+        if tokens - len(rows) < self._page_tokens:
             return  # decode: its rows cost more each
         latest = seconds / tokens
         average = self._seconds_per_token
         self._seconds_per_token = latest if average is None else average + SPEED_WEIGHT * (latest - average)
         if not self._always_load:
-            self._pager.recompute_s = self._seconds_per_token * self._spec.page_tokens
+            self._pager.recompute_s = self._seconds_per_token * self._page_tokens
 
     # Sampling and outputs
 
@@ -419,8 +437,7 @@ class DecodeWorker:
         for seq in seqs:
             if seq.state is SequenceState.WAITING:
                 parent = seq.request.sequences[0]
-                for copy in self._scheduler.fork(parent, seq, now):
-                    self._arena.copy_head(copy.source, copy.target, copy.tokens, self._spec)
+                self._ops.run(self._scheduler.fork(parent, seq, now))
         for i, seq in enumerate(seqs):
             self._take(seq, tokens[i], logprobs[i] if logprobs else None, now)
 
@@ -497,16 +514,18 @@ class DecodeWorker:
         spec.sampling.validate()
         if not spec.token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
-        if spec.tenant not in self._level1.tenancies:
+        if spec.tenant not in self._roots.tenants:
             raise ValueError(f"unknown tenant {spec.tenant!r}")
         vocab_size = self._runner.vocab_size
         for token in (min(spec.token_ids), max(spec.token_ids)):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
-        length, context = len(spec.token_ids), self._runner.max_context
-        if length >= context:
-            raise ValueError(f"prompt of {length} tokens leaves no room in the context of {context}")
-        self._scheduler.check_fits(length, min(spec.sampling.max_tokens, context - length))
+        kind = self._kind(spec)
+        length, longest = len(spec.token_ids), self._roots.longest(kind)
+        if length >= longest:
+            raise ValueError(f"prompt of {length} tokens leaves no room in the context of {longest}")
+        answer = min(spec.sampling.max_tokens, longest - length)
+        self._scheduler.check_fits(length, answer, self._roots.needs_of(kind))
         if spec.request_id in self._requests:
             raise ValueError(f"request {spec.request_id!r} is in flight already")
 
@@ -521,7 +540,7 @@ class DecodeWorker:
                     Output(spec.request_id, index, (), finish_reason=FinishReason.ERROR, error=reason)
                 )
             return
-        tenancy = self._level1.tenancies[spec.tenant]
+        tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
         request = Request(spec, self._next_number, tenancy, event.submitted_s, event.wall_s)
         self._next_number += spec.sampling.n
         seq = self._new_sequence(request, 0)
@@ -530,9 +549,25 @@ class DecodeWorker:
         self._scheduler.add(seq)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return Sequence(
-            request, index, self._spec.page_tokens, self._runner.eos_ids, self._runner.max_context
-        )
+        longest = self._roots.longest(self._kind(request.spec))
+        return Sequence(request, index, self._page_tokens, self._runner.eos_ids, longest)
+
+    def _kind(self, spec: EngineRequest) -> Kind:
+        return self._roots.kind_of(spec.window, spec.sinks, spec.lossy)
+
+    def _longest_context(self) -> int:
+        """Tokens that a request without a window of its own may have, prompt and answer."""
+        kind = self._roots.kind_of(0, 0, False)
+        needs = self._roots.needs_of(kind)
+        fits, too_long = 0, self._roots.longest(kind) + 1
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            try:
+                self._scheduler.check_fits(middle, 1, needs)
+                fits = middle
+            except ValueError:
+                too_long = middle
+        return fits
 
     def _cancel(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -651,14 +686,15 @@ class DecodeWorker:
         totals = replace(
             self._accounts.totals,
             used_page_tokens=filled,
-            held_page_tokens=held * self._spec.page_tokens,
+            held_page_tokens=held * self._page_tokens,
         )
         return Snapshot({TierName.HBM: level1, **below}, totals)
 
     def _clear(self, tenant: str | None) -> Outcomes:
-        outcomes = self._level1.clear(tenant)
-        for request in self._requests.values():
-            request.tenancy = self._level1.tenancies[request.spec.tenant]
+        requests = self._requests.values()
+        outcomes = self._level1.clear(tenant, [request.tenancy for request in requests])
+        for request in requests:
+            request.tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
         return outcomes
 
     def _is_idle(self) -> bool:
@@ -667,6 +703,7 @@ class DecodeWorker:
     def _check(self) -> None:
         self._scheduler.check()
         self._accounts.check()
+        self._pager.check()
         sequences = [seq for request in self._requests.values() for seq in request.sequences]
         unfinished = sum(seq.state is not SequenceState.FINISHED for seq in sequences)
         assert unfinished == self._scheduler.unfinished, "sequences of no request"

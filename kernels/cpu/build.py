@@ -80,6 +80,7 @@ def _cpu_flags() -> str:
 
 
 def _compile(compiler: str, march: str, target: Path) -> None:
+    log.info("compiling the CPU kernels with %s, once, into %s", Path(compiler).name, target)
     flag = f"-march={march}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={march}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,4 +96,3 @@ def _compile(compiler: str, march: str, target: Path) -> None:
             os.replace(built, target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"can't compile the CPU kernels: {error}") from error
-    log.info("compiled the CPU kernels with %s into %s", Path(compiler).name, target)

@@ -4,6 +4,7 @@
 // thread takes rows through a whole layer, so that activations stay in its cache. Both give the same bits.
 #pragma once
 #include "attention.hpp"
+#include "write.hpp"
 
 namespace kvt {
 
@@ -16,22 +17,22 @@ struct LlamaLayer {
 
 struct LlamaModel {
     int32_t dtype, num_layers, hidden, intermediate, query_heads, heads, dim, vocab, max_rows;
-    int32_t page_tokens;
-    int64_t record_bytes;
+    KVLayout pages;
     float eps, scale;
     const LlamaLayer* layers;
     const void* head;       // panels [vocab]
     const void* embedding;  // rows [vocab, hidden], or null: taken from the head's panels
     const float* norm;
-    const float *cos, *sin;  // [positions, dim / 2]
 };
 
 struct LlamaStep {
     int32_t rows, num_logits;
-    const int32_t *token_ids, *positions;  // [rows]
+    const int32_t* token_ids;  // [rows]
+    const float *cos, *sin;    // [rows, dim / 2]
+    // [rows, dim / 2]: what turns a query that is in place into the one that sink keys see; or null
+    const float *sink_cos, *sink_sin;
     Plan plan;
     uint8_t* arena;
-    int64_t frame_bytes;
     const int32_t* logit_rows;  // [num_logits]
     float* logits;              // [num_logits, vocab]
 };
@@ -68,12 +69,25 @@ class Llama : public LlamaBase {
     void forward(const LlamaStep& s) override {
         const bool few = s.rows <= FEW_ROWS_PER_THREAD * pool_.threads();
         const int group = m_.query_heads / m_.heads;
-        const Attention<F> attention{pages(s), s.plan, 0, group, m_.scale, q_.data(), attended_.data(), nullptr};
+        if (s.sink_cos) q_sinks_.resize(q_.size());
+        const Attention<F> attention{
+            .pages = pages(s),
+            .plan = s.plan,
+            .layer = 0,
+            .group = group,
+            .scale = m_.scale,
+            .softcap = 0.0f,
+            .q = q_.data(),
+            .q_sinks = s.sink_cos ? q_sinks_.data() : nullptr,
+            .sink_logits = nullptr,
+            .out = attended_.data(),
+            .lse = nullptr,
+        };
         embed(s);
         std::fill(attended_.begin(), attended_.begin() + size_t(s.rows) * m_.query_heads * m_.dim, Act{});
         sequence_of(s);
         if (few) {
-            tasks_.plan(s.plan, m_.heads, attention.group, attention.block_rows(), attention.width(), pool_.threads());
+            tasks_.plan(s.plan, attention, pool_.threads());
             for (int l = 0; l < m_.num_layers; l++) layer_by_columns(s, l, attention);
         } else {
             for (int l = 0; l < m_.num_layers; l++) layer_by_rows(s, l, attention);
@@ -82,9 +96,7 @@ class Llama : public LlamaBase {
     }
 
    private:
-    Pages pages(const LlamaStep& s) const {
-        return {s.arena, {m_.heads, m_.dim, m_.page_tokens, s.frame_bytes, m_.record_bytes}};
-    }
+    Pages pages(const LlamaStep& s) const { return {s.arena, m_.pages}; }
     int qkv_width() const { return (m_.query_heads + 2 * m_.heads) * m_.dim; }
 
     template <class G>
@@ -148,27 +160,32 @@ class Llama : public LlamaBase {
         float* row = qkv_.data() + int64_t(r) * qkv_width();
         if (l.qkv_bias)
             for (int i = 0; i < qkv_width(); i++) row[i] += l.qkv_bias[i];
-        const float *cos = m_.cos + int64_t(s.positions[r]) * half, *sin = m_.sin + int64_t(s.positions[r]) * half;
+        const float *cos = s.cos + int64_t(r) * half, *sin = s.sin + int64_t(r) * half;
         for (int h = 0; h < m_.query_heads + m_.heads; h++) {
             float* x = row + h * dim;
             const float* weight = h < m_.query_heads ? l.q_norm : l.k_norm;
             if (weight) head_norm(x, weight);
-            for (int i = 0; i < half; i++) {
-                const float a = x[i], b = x[i + half];
-                x[i] = a * cos[i] - b * sin[i];
-                x[i + half] = b * cos[i] + a * sin[i];
-            }
+            turn(x, cos, sin);
         }
-        Act* q = q_.data() + int64_t(r) * m_.query_heads * dim;
-        convert(row, q, m_.query_heads * dim, F::act);
+        const int64_t at = int64_t(r) * m_.query_heads * dim;
+        convert(row, q_.data() + at, m_.query_heads * dim, F::act);
         if (sequence < 0) return;
+        float *k = row + m_.query_heads * dim, *v = k + m_.heads * dim;
         const int position = s.plan.contexts[sequence] - s.plan.lengths[sequence] + r - s.plan.starts[sequence];
-        const Pages to = pages(s);
-        const float *k = row + m_.query_heads * dim, *v = k + m_.heads * dim;
-        for (int h = 0; h < m_.heads; h++, k += dim, v += dim) {
-            Stored* key = to.key<Stored>(s.plan, sequence, position, layer, h);
-            convert(k, key, dim, F::write);
-            convert(v, key + to.value_offset(), dim, F::write);
+        const Piece to = pages(s).piece(s.plan, sequence, position, layer);
+        for (int h = 0; h < m_.heads; h++, k += dim, v += dim) write_token<F>(to, m_.pages, h, k, v);
+        if (!s.sink_cos) return;
+        for (int h = 0; h < m_.query_heads; h++)
+            turn(row + h * dim, s.sink_cos + int64_t(r) * half, s.sink_sin + int64_t(r) * half);
+        convert(row, q_sinks_.data() + at, m_.query_heads * dim, F::act);
+    }
+
+    void turn(float* x, const float* cos, const float* sin) const {
+        const int half = m_.dim / 2;
+        for (int i = 0; i < half; i++) {
+            const float a = x[i], b = x[i + half];
+            x[i] = a * cos[i] - b * sin[i];
+            x[i + half] = b * cos[i] + a * sin[i];
         }
     }
 
@@ -239,7 +256,7 @@ class Llama : public LlamaBase {
         }
         pool_.run(int64_t(runs_.size()), [&](int i, int thread) {
             const auto [from, to] = runs_[i];
-            attention.rows(scratch_[thread], from, to);
+            Blocks<Attention<F>>{attention}.run_rows(scratch_[thread], s.plan, from, to);
             for (int p = 0; p < m_.hidden / NR; p++) add_panel(l.out, attention_width(), attended_.data(), p, from, to);
             for (int r = from; r < to; r++) norm_row(r, l.mlp_norm);
             for (int p = 0; p < inter_ / LANES; p++) gate_panel(l, p, from, to);
@@ -292,7 +309,7 @@ class Llama : public LlamaBase {
     std::vector<char> wanted_;
     std::vector<Run> runs_;
     std::vector<float> x_, qkv_;
-    std::vector<Act> act_, q_, attended_, mlp_;
+    std::vector<Act> act_, q_, q_sinks_, attended_, mlp_;
 };
 
 }  // namespace kvt

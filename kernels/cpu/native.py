@@ -13,32 +13,75 @@ import numpy as np
 import torch
 
 from kvtier.kernels.cpu.build import BuildError, load_library
-from kvtier.kernels.layout import IntArray, KVLayout, StepPlan, check_rows
+from kvtier.kernels.layout import (
+    Format,
+    IntArray,
+    KVLayout,
+    StepPlan,
+    check_arena,
+    check_attention,
+    check_conversion,
+    check_dense,
+    check_latent_queries,
+    check_latents,
+    check_layer,
+    check_new_rows,
+    check_plan,
+    check_span,
+)
 from kvtier.kernels.memory import huge_bytes
+from kvtier.kernels.plans import PerPlan
 
 PANEL = 32  # outputs of a weight panel: gemm.hpp's NR
 _LANES = 16
+_PLAN_ARRAYS = (
+    "starts",
+    "lengths",
+    "contexts",
+    "first_frames",
+    "frames",
+    "formats",
+    "sink_pages",
+    "first_pages",
+    "windows",
+    "sinks",
+)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Record(Structure):
+    _fields_ = [(name, c_int64) for name in ("v", "k_scales", "v_scales", "nbytes")]
 
 
 class _Layout(Structure):
     _fields_ = [
-        ("heads", c_int32),
-        ("dim", c_int32),
-        ("page_tokens", c_int32),
-        ("frame_bytes", c_int64),
-        ("record_bytes", c_int64),
+        *((name, c_int32) for name in ("heads", "dim", "page_tokens", "rope_dim", "write_format")),
+        ("unit_bytes", c_int64),
+        ("records", _Record * len(Format)),
     ]
 
 
 class _Plan(Structure):
+    _fields_ = [("sequences", c_int32), *((name, c_void_p) for name in _PLAN_ARRAYS)]
+
+
+class _Attention(Structure):
     _fields_ = [
-        ("sequences", c_int32),
-        ("starts", c_void_p),
-        ("lengths", c_void_p),
-        ("contexts", c_void_p),
-        ("first_frames", c_void_p),
-        ("frames", c_void_p),
+        *((name, c_int32) for name in ("dtype", "layer", "group", "rows")),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("layout", _Layout),
+        ("plan", _Plan),
+        *((name, c_void_p) for name in ("arena", "q", "q_sinks", "sink_logits", "out", "lse")),
+    ]
+
+
+class _Dense(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "rows", "keys", "heads", "dim", "value_dim")),
+        ("offset", c_int64),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse")),
     ]
 
 
@@ -73,14 +116,13 @@ class _Model(Structure):
                 "dim",
                 "vocab",
                 "max_rows",
-                "page_tokens",
             )
         ),
-        ("record_bytes", c_int64),
+        ("pages", _Layout),
         ("eps", c_float),
         ("scale", c_float),
         ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("head", "embedding", "norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("head", "embedding", "norm")),
     ]
 
 
@@ -88,11 +130,9 @@ class _Step(Structure):
     _fields_ = [
         ("rows", c_int32),
         ("num_logits", c_int32),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
+        *((name, c_void_p) for name in ("token_ids", "cos", "sin", "sink_cos", "sink_sin")),
         ("plan", _Plan),
         ("arena", c_void_p),
-        ("frame_bytes", c_int64),
         ("logit_rows", c_void_p),
         ("logits", c_void_p),
     ]
@@ -117,18 +157,22 @@ class LlamaLayerWeights:
 class NativeKernels:
     """Our compiled kernels and their threads. One caller at a time. Raises BuildError where they can't be had."""
 
+    invariant = True
+
     def __init__(self, cache_dir: Path, threads: int, march: str = "native") -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self.library = load_library(cache_dir, march)
         _declare(self.library)
         self.name = f"native {self.library.kvt_instructions().decode()}"
-        sizes = (c_int64 * 5)()
+        structures = (_Layout, _Plan, _Attention, _Dense, _Layer, _Model, _Step)
+        sizes = (c_int64 * len(structures))()
         self.library.kvt_sizes(sizes)
-        expected = [ctypes.sizeof(s) for s in (_Layout, _Plan, _Layer, _Model, _Step)]
+        expected = [ctypes.sizeof(s) for s in structures]
         if list(sizes) != expected:
             raise BuildError(f"the compiled kernels expect structures of {list(sizes)} bytes, not {expected}")
         self.pool: int | None = self.library.kvt_pool_new(threads)
+        self._checked = _Checked()
 
     def close(self) -> None:
         """End the threads; no call may follow."""
@@ -146,17 +190,17 @@ class NativeKernels:
         layer: int,
     ) -> None:
         """See ops.Kernels."""
-        for x in (k, v):
-            check_rows(x, arena, layout, layout.num_kv_heads)
-        check_plan(plan, min(len(k), len(v)), arena, layout, layer)
+        check_new_rows(k, v, arena, layout)
+        pages, steps = self._checked.of(plan, len(k), arena, layout, layer, writes=True)
         k, v = k.contiguous(), v.contiguous()
-        held = _layout(layout, arena)
+        assert self.pool is not None, "kernels are closed"
         self.library.kvt_write(
-            byref(held),
-            byref(_plan(plan)),
+            self.pool,
+            _DTYPES[layout.dtype],
+            byref(pages),
+            byref(steps),
             arena.data_ptr(),
             layer,
-            layout.dtype.itemsize,
             k.data_ptr(),
             v.data_ptr(),
         )
@@ -169,51 +213,215 @@ class NativeKernels:
         plan: StepPlan,
         layer: int,
         scale: float,
+        *,
+        q_sinks: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ops.Kernels."""
-        check_rows(q, arena, layout)
-        check_plan(plan, len(q), arena, layout, layer)
+        check_attention(q, arena, layout, q_sinks, sink_logits, softcap)
+        pages, steps = self._checked.of(plan, len(q), arena, layout, layer)
         q = q.contiguous()
+        second = None if q_sinks is None else q_sinks.contiguous()
+        logits = None if sink_logits is None else sink_logits.float().contiguous()
         out = torch.empty_like(q)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        held = _layout(layout, arena)
         assert self.pool is not None, "kernels are closed"
-        self.library.kvt_attention(
-            self.pool,
-            _DTYPES[layout.dtype],
-            byref(held),
-            byref(_plan(plan)),
-            arena.data_ptr(),
-            layer,
-            q.shape[1] // layout.num_kv_heads,
-            scale,
-            len(q),
-            q.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
+        call = _Attention(
+            dtype=_DTYPES[layout.dtype],
+            layer=layer,
+            group=q.shape[1] // layout.num_kv_heads,
+            rows=len(q),
+            scale=scale,
+            softcap=softcap,
+            layout=pages,
+            plan=steps,
+            arena=arena.data_ptr(),
+            q=q.data_ptr(),
+            q_sinks=None if second is None else second.data_ptr(),
+            sink_logits=None if logits is None else logits.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
         )
+        self.library.kvt_attention(self.pool, byref(call))
         return out, lse
 
+    def write_latents(
+        self,
+        latents: torch.Tensor,
+        rope_keys: torch.Tensor,
+        arena: torch.Tensor,
+        layout: KVLayout,
+        plan: StepPlan,
+        layer: int,
+    ) -> None:
+        """See ops.Kernels."""
+        check_latents(latents, rope_keys, arena, layout)
+        pages, steps = self._checked.of(plan, len(latents), arena, layout, layer, writes=True)
+        latents, rope_keys = latents.contiguous(), rope_keys.contiguous()
+        self.library.kvt_write_latents(
+            _DTYPES[layout.dtype],
+            byref(pages),
+            byref(steps),
+            arena.data_ptr(),
+            layer,
+            latents.data_ptr(),
+            rope_keys.data_ptr(),
+        )
 
-def check_plan(plan: StepPlan, rows: int, arena: torch.Tensor, layout: KVLayout, layer: int) -> None:
-    """Raise ValueError unless each access that the plan leads to is inside the arena and the rows."""
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        arena: torch.Tensor,
+        layout: KVLayout,
+        plan: StepPlan,
+        layer: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ops.Kernels."""
+        check_latent_queries(q, arena, layout)
+        pages, steps = self._checked.of(plan, len(q), arena, layout, layer)
+        q = q.contiguous()
+        out = torch.empty(*q.shape[:2], layout.head_dim, dtype=q.dtype)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        assert self.pool is not None, "kernels are closed"
+        call = _Attention(
+            dtype=_DTYPES[layout.dtype],
+            layer=layer,
+            group=q.shape[1],
+            rows=len(q),
+            scale=scale,
+            layout=pages,
+            plan=steps,
+            arena=arena.data_ptr(),
+            q=q.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+        )
+        self.library.kvt_latent_attention(self.pool, byref(call))
+        return out, lse
+
+    def read_latents(
+        self,
+        arena: torch.Tensor,
+        layout: KVLayout,
+        plan: StepPlan,
+        layer: int,
+        sequence: int,
+        first: int,
+        last: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ops.Kernels."""
+        check_arena(arena, layout)
+        pages, steps = self._checked.of(plan, None, arena, layout, layer)
+        check_span(plan, layout, sequence, first, last)
+        latents = torch.empty(last - first, layout.head_dim, dtype=layout.dtype)
+        rope_keys = torch.empty(last - first, layout.rope_dim, dtype=layout.dtype)
+        self.library.kvt_read_latents(
+            _DTYPES[layout.dtype],
+            byref(pages),
+            byref(steps),
+            arena.data_ptr(),
+            layer,
+            sequence,
+            first,
+            last,
+            latents.data_ptr(),
+            rope_keys.data_ptr(),
+        )
+        return latents, rope_keys
+
+    def dense_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ops.Kernels."""
+        check_dense(q, k, v)
+        if q.dtype not in _DTYPES or q.shape[2] % 2 or v.shape[2] % 2:
+            raise ValueError(
+                f"heads must be even, of a floating-point type, got {q.dtype} {q.shape[2]}, {v.shape[2]}"
+            )
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        assert self.pool is not None, "kernels are closed"
+        call = _Dense(
+            dtype=_DTYPES[q.dtype],
+            rows=len(q),
+            keys=len(k),
+            heads=q.shape[1],
+            dim=q.shape[2],
+            value_dim=v.shape[2],
+            offset=offset,
+            scale=scale,
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+        )
+        self.library.kvt_dense_attention(self.pool, byref(call))
+        return out, lse
+
+    def convert_pages(
+        self,
+        arena: torch.Tensor,
+        layout: KVLayout,
+        sources: IntArray,
+        source_format: Format,
+        targets: IntArray,
+        target_format: Format,
+    ) -> None:
+        """See ops.Kernels."""
+        check_conversion(arena, layout, sources, source_format, targets, target_format)
+        check_on_cpu(arena)
+        src, dst = (np.ascontiguousarray(a, np.int32) for a in (sources, targets))
+        assert self.pool is not None, "kernels are closed"
+        self.library.kvt_convert(
+            self.pool,
+            _DTYPES[layout.dtype],
+            byref(_layout(layout)),
+            arena.data_ptr(),
+            layout.num_layers,
+            len(src),
+            src.ctypes.data,
+            source_format,
+            dst.ctypes.data,
+            target_format,
+        )
+
+
+class _Checked:
+    """The last plans that were found right, and their C structures: one plan serves all layers of a step."""
+
+    def __init__(self) -> None:
+        self._kept: PerPlan[tuple[_Layout, _Plan]] = PerPlan()
+
+    def of(
+        self,
+        plan: StepPlan,
+        rows: int | None,
+        arena: torch.Tensor,
+        layout: KVLayout,
+        layer: int,
+        writes: bool = False,
+    ) -> tuple[_Layout, _Plan]:
+        """Layout and plan as C has them. Raises ValueError unless each access they lead to is a right one."""
+        check_on_cpu(arena)
+        check_layer(layer, layout)
+
+        def make() -> tuple[_Layout, _Plan]:
+            check_plan(plan, rows, arena, layout, writes=writes)
+            return _layout(layout), _plan(plan)
+
+        return self._kept.get(plan, (layout, rows, arena.numel(), writes), make)
+
+
+def check_on_cpu(arena: torch.Tensor) -> None:
+    """Raise ValueError unless the arena's bytes lie side by side in this process's memory."""
     if not arena.is_contiguous() or arena.device.type != "cpu":
         raise ValueError(
             f"the arena must be contiguous and on the CPU, got {arena.stride()} on {arena.device}"
         )
-    if not 0 <= layer < layout.num_layers:
-        raise ValueError(f"layer {layer} of {layout.num_layers}")
-    if not plan.num_sequences:
-        return
-    if int(plan.starts.min()) < 0 or int((plan.starts + plan.lengths).max()) > rows:
-        raise ValueError(f"a sequence's rows lie outside the step's {rows}")
-    if int(plan.lengths.min()) < 0 or bool((plan.contexts < plan.lengths).any()):
-        raise ValueError("a sequence has more rows than context")
-    pages = -(-plan.contexts // layout.page_tokens)
-    if int((plan.first_frames + pages).max()) > len(plan.frames) or int(plan.first_frames.min()) < 0:
-        raise ValueError("a sequence has fewer frames than its context needs")
-    if len(plan.frames) and (int(plan.frames.min()) < 0 or int(plan.frames.max()) >= len(arena)):
-        raise ValueError(f"frames must be in [0, {len(arena)})")
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -288,7 +496,6 @@ class NativeLlama:
         embedding: torch.Tensor,  # [vocab, hidden]
         head: torch.Tensor | None,  # [vocab, hidden]; None: the embedding
         norm: torch.Tensor,  # [hidden]
-        rope: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, float32 [positions, dim / 2]
         query_heads: int,
         eps: float,
         intermediate: int,
@@ -296,14 +503,13 @@ class NativeLlama:
     ) -> None:
         self._kernels = kernels
         self._layout = layout
+        self._checked = _Checked()
         self._max_rows = max_rows
         self.vocab, self.hidden = embedding.shape
         refusal = llama_refusal(self.hidden, query_heads, layout)
         if refusal:
             raise ValueError(refusal)
         self._kept: list[torch.Tensor] = []
-        cos, sin = (self._keep(t.float()) for t in rope)
-        self._positions = len(rope[0])
         self._layers = (_Layer * layout.num_layers)(*(self._pack_layer(w) for w in layers))
         self._model = _Model(
             dtype=_DTYPES[layout.dtype],
@@ -315,16 +521,13 @@ class NativeLlama:
             dim=layout.head_dim,
             vocab=self.vocab,
             max_rows=max_rows,
-            page_tokens=layout.page_tokens,
-            record_bytes=layout.record_bytes,
+            pages=_layout(layout),
             eps=eps,
             scale=layout.head_dim**-0.5,
             layers=self._layers,
             head=self._keep(pack(embedding if head is None else head)),
             embedding=None if head is None else self._keep(embedding),
             norm=self._keep(norm.float()),
-            cos=cos,
-            sin=sin,
         )
         self._llama: int | None = kernels.library.kvt_llama_new(byref(self._model), kernels.pool)
 
@@ -356,27 +559,36 @@ class NativeLlama:
     def forward(
         self,
         token_ids: IntArray,  # [rows]
-        positions: IntArray,  # [rows]
+        rope: tuple[torch.Tensor, torch.Tensor],  # the rows' cosines and sines, float32 [rows, dim / 2]
         plan: StepPlan,
         arena: torch.Tensor,
         logit_rows: IntArray,  # [m]
+        sink_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab]."""
+        """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab].
+
+        `sink_rope`, like `rope`: the turn from a row's query in its place to the one that sink keys see.
+        """
         rows = len(token_ids)
-        self._check(token_ids, positions, logit_rows)
-        check_plan(plan, rows, arena, self._layout, 0)
+        self._check(token_ids, logit_rows)
+        check_arena(arena, self._layout)
+        _, steps = self._checked.of(plan, rows, arena, self._layout, 0, writes=True)
         logits = torch.empty(len(logit_rows), self.vocab, dtype=torch.float32)
         if not rows:
             return logits
-        ids, at, wanted = (np.ascontiguousarray(a, np.int32) for a in (token_ids, positions, logit_rows))
+        cos, sin = self._turns(rope, rows)
+        sinks = None if sink_rope is None else self._turns(sink_rope, rows)
+        ids, wanted = (np.ascontiguousarray(a, np.int32) for a in (token_ids, logit_rows))
         step = _Step(
             rows=rows,
             num_logits=len(logit_rows),
             token_ids=ids.ctypes.data,
-            positions=at.ctypes.data,
-            plan=_plan(plan),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            sink_cos=None if sinks is None else sinks[0].data_ptr(),
+            sink_sin=None if sinks is None else sinks[1].data_ptr(),
+            plan=steps,
             arena=arena.data_ptr(),
-            frame_bytes=arena.shape[1],
             logit_rows=wanted.ctypes.data,
             logits=logits.data_ptr(),
         )
@@ -384,16 +596,22 @@ class NativeLlama:
         self._kernels.library.kvt_llama_forward(self._llama, byref(step))
         return logits
 
-    def _check(self, token_ids: IntArray, positions: IntArray, logit_rows: IntArray) -> None:
-        rows = len(token_ids)
-        if rows > self._max_rows or len(logit_rows) > rows or len(positions) != rows:
+    def _turns(self, rope: tuple[torch.Tensor, torch.Tensor], rows: int) -> list[torch.Tensor]:
+        shape = (rows, self._layout.head_dim // 2)
+        if any(t.shape != shape or t.dtype != torch.float32 for t in rope):
             raise ValueError(
-                f"{rows} rows, {len(positions)} positions and {len(logit_rows)} logit rows in a step of at most"
-                f" {self._max_rows}"
+                f"rope must be float32 {list(shape)}, got {[(t.dtype, list(t.shape)) for t in rope]}"
+            )
+        return [t.contiguous() for t in rope]
+
+    def _check(self, token_ids: IntArray, logit_rows: IntArray) -> None:
+        rows = len(token_ids)
+        if rows > self._max_rows or len(logit_rows) > rows:
+            raise ValueError(
+                f"{rows} rows and {len(logit_rows)} logit rows in a step of at most {self._max_rows}"
             )
         for name, values, limit in (
             ("token ids", token_ids, self.vocab),
-            ("positions", positions, self._positions),
             ("logit rows", logit_rows, rows),
         ):
             if len(values) and (int(values.min()) < 0 or int(values.max()) >= limit):
@@ -409,15 +627,25 @@ def llama_refusal(hidden: int, query_heads: int, layout: KVLayout) -> str:
     return ""
 
 
-def _layout(layout: KVLayout, arena: torch.Tensor) -> _Layout:
+def _layout(layout: KVLayout) -> _Layout:
+    records = (_Record * len(Format))()
+    for format, r in layout.records.items():
+        records[format] = _Record(r.v, r.k_scales, r.v_scales, r.nbytes)
     return _Layout(
-        layout.num_kv_heads, layout.head_dim, layout.page_tokens, arena.shape[1], layout.record_bytes
+        heads=layout.num_kv_heads,
+        dim=layout.head_dim,
+        page_tokens=layout.page_tokens,
+        rope_dim=layout.rope_dim,
+        write_format=layout.write_format,
+        unit_bytes=layout.unit_bytes,
+        records=records,
     )
 
 
 def _plan(plan: StepPlan) -> _Plan:
-    arrays = (plan.starts, plan.lengths, plan.contexts, plan.first_frames, plan.frames)
-    assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays)
+    arrays = [getattr(plan, name) for name in _PLAN_ARRAYS]
+    assert all(a.dtype == (np.uint8 if a is plan.formats else np.int32) for a in arrays)
+    assert all(a.flags.c_contiguous for a in arrays)
     return _Plan(plan.num_sequences, *(a.ctypes.data for a in arrays))
 
 
@@ -425,16 +653,23 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "kvt_pool_new": (c_void_p, [c_int32]),
         "kvt_pool_delete": (None, [c_void_p]),
-        "kvt_attention": (
+        "kvt_attention": (None, [c_void_p, c_void_p]),
+        "kvt_latent_attention": (None, [c_void_p, c_void_p]),
+        "kvt_dense_attention": (None, [c_void_p, c_void_p]),
+        "kvt_write_latents": (None, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+        "kvt_read_latents": (
             None,
-            [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_float, c_int32]
-            + [c_void_p] * 3,
+            [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p],
         ),
         "kvt_linear": (
             None,
             [c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p],
         ),
-        "kvt_write": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+        "kvt_write": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+        "kvt_convert": (
+            None,
+            [c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32],
+        ),
         "kvt_llama_new": (c_void_p, [c_void_p, c_void_p]),
         "kvt_llama_forward": (None, [c_void_p, c_void_p]),
         "kvt_llama_delete": (None, [c_void_p]),

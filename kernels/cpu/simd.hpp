@@ -15,6 +15,7 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint8_t vb __attribute__((vector_size(16)));
 
 template <class V, class P>
 inline V load(const P* p) {
@@ -31,7 +32,11 @@ inline vf as_float(vu v) { return (vf)v; }
 inline vu as_bits(vf v) { return (vu)v; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-// Sums and maxima over lanes in one fixed order.
+// Sums and maxima over lanes in one fixed order: halves onto each other.
+#if defined(__AVX512F__)
+inline float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float top(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(vf v) {
     alignas(64) float a[LANES];
     store(a, v);
@@ -46,6 +51,7 @@ inline float top(vf v) {
         for (int i = 0; i < w; i++) a[i] = a[i] > a[i + w] ? a[i] : a[i + w];
     return a[0];
 }
+#endif
 
 // e^x to about an ulp; 0 below -87, capped at 88.
 inline vf exp(vf x) {
@@ -67,6 +73,18 @@ inline vf exp(vf x) {
     return (vf)((vi)(p * (vf)exponent) & in_range);
 }
 inline float exp(float x) { return exp(splat(x))[0]; }
+
+// tanh to a few ulps.
+inline vf tanh(vf x) {
+    const vf square = x * x;
+    vf p = splat(2.1869488e-2f);  // of x - x^3/3 + ..., for small x, where the other form cancels
+    p = p * square - 5.3968254e-2f;
+    p = p * square + 1.3333333e-1f;
+    p = p * square - 3.3333333e-1f;
+    const vf magnitude = x < 0.0f ? -x : x;
+    const vf large = 1.0f - 2.0f / (exp(magnitude * 2.0f) + 1.0f);
+    return magnitude < 0.3f ? p * square * x + x : (x < 0.0f ? -large : large);
+}
 
 // 2^x for x <= 0 with a relative error of 4e-6, at least 2^-126: enough where the result is rounded to bfloat16.
 inline vf exp2_rough(vf x) {
@@ -132,11 +150,45 @@ inline vf load_f16(const uint16_t* p) {
 #endif
 }
 
+inline vf from_f16(vu halves) {  // in the low halves of the lanes
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = from_f16(uint16_t(halves[i]));
+    return v;
+#endif
+}
+
 inline void store_f16(uint16_t* p, vf v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
 #else
     for (int i = 0; i < LANES; i++) p[i] = to_f16(v[i]);
+#endif
+}
+
+inline vu widen(vb bytes) {  // by way of 16 bits: compilers take a conversion in one step apart
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu8_epi32((__m128i)bytes);
+#else
+    return __builtin_convertvector(__builtin_convertvector(bytes, vh), vu);
+#endif
+}
+
+// The numbers of codes; see kernels/reference.py.
+inline vf e4m3(vu top) {  // in the highest byte of the lanes
+    return as_float((vu)((vi)top >> 4) & 0x87f00000u) * 0x1p120f;
+}
+// A nibble in the lowest four bits of the lanes, less NIBBLE_CENTRE: with the centre in the zero instead, sums of
+// numbers around zero don't come out of the difference of two large ones.
+constexpr float NIBBLE_CENTRE = 8.0f;
+inline vf nibble(vu x) {
+#if defined(__AVX512F__)
+    const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return (vf)_mm512_permutexvar_ps((__m512i)x, numbers);
+#else
+    return __builtin_convertvector((vi)(x & 15u) - 8, vf);
 #endif
 }
 

@@ -22,7 +22,7 @@ from kvtier.cli.supervisor import cannot_listen
 from kvtier.workers.model_store import ModelError, resolve
 
 VERBS = [
-    *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"]),
+    *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"], ["quality"]),
     *(["pages", verb] for verb in ("ls", "show", "pin", "unpin", "evict", "clear", "verify")),
     *(["model", verb] for verb in ("pull", "ls")),
 ]
@@ -48,6 +48,12 @@ TIER = {
     "load_ms_p50": 1.5,
     "load_ms_p99": 0.0,
     "corrupt_pages": 0,
+    "page_bytes": 3 * 2**17,
+    "raw_bytes": 2**20,
+    "variants": {"fp8_e4m3": 1, "int4c": 1200},
+    "saved": 0.625,
+    "converted_pages": 1234,
+    "dropped_pages": 77,
 }
 STATS = {
     "tiers": {name: TIER for name in ("L1", "L2", "L3", "L4", "remote")},
@@ -74,6 +80,7 @@ PAGE = {
     "pinned": True,
     "readers": 0,
     "state": "sealed",
+    "made_from": "",
 }
 
 
@@ -108,7 +115,13 @@ class FakeClient:
     def status(self) -> dict[str, Any]:
         return {
             "endpoint": "127.0.0.1:1",
-            "model": {"name": "m", "tokenizer_digest": ""},
+            "model": {
+                "name": "m",
+                "tokenizer_digest": "",
+                "recipe": "fp8_e4m3 to int4c",
+                "window": 1024,
+                "sinks": 4,
+            },
             "nodes": [
                 {"id": "node-0", "pid": 1, "health": "healthy", "detail": "", "notes": ["L4 was rebuilt"]}
             ],
@@ -237,7 +250,7 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
         "--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 4 --n 1"
     )
     more = "--repetition-penalty 1.1 --stop a --stop b --stop-id 9 --ignore-eos --logprobs 2 --tenant t --no-cache"
-    last = "--worker w0 --request-id mine --timeout 3"
+    last = "--worker w0 --request-id mine --timeout 3 --lossy --window 64 --sinks 4"
 
     run("generate", "hi", *options.split(), *more.split(), *last.split(), "--endpoint", "h:1", "--json")
 
@@ -258,6 +271,9 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
         "logprobs": 2,
         "tenant": "t",
         "no_cache": True,
+        "lossy": True,
+        "window": 64,
+        "sinks": 4,
         "worker": "w0",
         "request_id": "mine",
         "timeout_s": 3.0,
@@ -296,7 +312,9 @@ def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient)
     ("arguments", "shown"),
     [
         (["stats"], ["L1", "remote", "512.0 KiB", "40.0 %", "1.50 ms", "32 cached (80.0 %)", "96.0 % full"]),
+        (["stats"], ["384.0 KiB", "1.0 MiB", "62.5 %", "1,234", "77", "int4c 1,200, fp8_e4m3 1"]),
         (["status"], ["127.0.0.1:1", "node-0", "dead: gone", "L4 was rebuilt"]),
+        (["status"], ["stored as fp8_e4m3 to int4c", "window of 1,024 tokens and 4 sinks"]),
         (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it"]),
         (["pages", "ls"], ["abababababababab", "360.0 KiB", "1m30s", "sealed, pinned"]),
         (["pages", "show", "abab"], ["ab" * 32, "368640"]),
@@ -354,6 +372,21 @@ def test_verifying_fails_when_pages_were_damaged_and_says_how_many(run: Any, cli
     code, _, err = run("pages", "verify", "--endpoint", "h:1")
 
     assert (code, err) == (1, "kvtier: 39 of 166 pages were damaged and dropped\n")
+
+
+def test_a_converted_copy_is_listed_as_what_it_is_of_what_it_was(
+    run: Any, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = PAGE | {"tier": "L4", "variant": "int4c", "made_from": "fp8_e4m3"}
+    monkeypatch.setattr(client, "pages_ls", lambda **options: [PAGE, small])
+
+    code, said, _ = run("pages", "ls", "--endpoint", "h:1")
+
+    assert code == 0
+    assert [("of fp8_e4m3" in line, "bf16" in line) for line in said.splitlines() if "ab" * 8 in line] == [
+        (False, True),
+        (True, False),
+    ]
 
 
 def test_a_page_with_three_copies_is_shown_with_its_keys_whole(

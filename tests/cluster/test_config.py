@@ -89,6 +89,13 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("name=[", ["name", "no YAML"]),
         ("tiers.l4.store=rocksdb", ["tiers.l4.store", "'rocksdb'", "slab"]),
         ("cache.load_deadline_ms=soon", ["cache.load_deadline_ms", "'soon'"]),
+        ("cache.format=fp4", ["cache.format", "'fp4'", "timedecay"]),
+        ("cache.recent_tokens=-1", ["cache.recent_tokens", "-1"]),
+        ("tiers.l4.format=int4", ["tiers.l4.format", "'int4'", "int4c"]),
+        ("model.window=-1", ["model.window", "-1"]),
+        ("model.window=8", ["model.window", "page's 16 tokens", "8"]),
+        ("model.window=16777217", ["model.window", "16777216", "16777217"]),
+        ("model.sinks=4", ["model", "sinks 4", "set model.window"]),
     ],
 )
 def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: str, named: list[str]) -> None:
@@ -98,6 +105,44 @@ def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: s
     for part in named:
         assert part in str(caught.value)
     assert str(caught.value).count("got ") <= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("page_tokens=8", "cache.format=fp8"), ["cache.format fp8", "at least 16", "page_tokens 8"]),
+        (
+            ("page_tokens=8", "tiers.l4.format=int4c"),
+            ["tiers.l4.format int4c", "at least 16", "page_tokens 8"],
+        ),
+        (("cache.format=fp8", "tiers.l4.format=int8"), ["l4.format int8", "cache.format fp8", "use int4c"]),
+        (("cache.format=int4c", "tiers.l4.format=int4c"), ["l4.format int4c", "leave it empty"]),
+        (("cache.format=timedecay", "tiers.l4.format=fp8"), ["l4.format fp8", "timedecay", "leave it empty"]),
+        (("model.window=64", "model.sinks=65"), ["sinks", "at most the window (64 tokens)", "65"]),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_both_and_the_way_out(
+    overrides: tuple[str, ...], named: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(LOCAL, overrides)
+
+    for part in named:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("cache.format=timedecay", "cache.recent_tokens=0", "cache.sink_tokens=0"),
+        ("cache.format=int8", "tiers.l4.format=int4c"),
+        ("tiers.l4.format=fp8", "page_tokens=64"),
+        ("page_tokens=4", "model.window=4", "model.sinks=4"),
+        ("page_tokens=256", "cache.format=k8v4"),
+    ],
+)
+def test_formats_and_windows_that_go_together_are_taken(overrides: tuple[str, ...]) -> None:
+    load_config(LOCAL, overrides)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from gateway_kit import CONTEXT, EOS, VOCAB_SIZE, Served, make_byte_tokenizer, s
 from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
+from kvtier.cluster import gateway_streams
 from kvtier.cluster.config import GrpcConfig
 from kvtier.proto import inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import FinishReason, Output
@@ -135,9 +136,29 @@ def test_the_worker_asked_for_gets_the_request_and_others_share(client: Client) 
 
 def test_cache_options_and_tenant_reach_the_worker(shared: Served, client: Client) -> None:
     completion(client.generate([1], max_tokens=1, tenant="acme", no_cache=True, request_id="mine"))
+    completion(client.generate([1], max_tokens=1, lossy=True, window=8, sinks=4, request_id="stream"))
 
-    [request] = [r for worker in shared.workers for r in worker.submitted if r.request_id == "mine"]
-    assert (request.tenant, request.use_cache) == ("acme", False)
+    asked = {request.request_id: request for worker in shared.workers for request in worker.submitted}
+    mine, stream = asked["mine"], asked["stream"]
+    assert (mine.tenant, mine.use_cache, mine.lossy, mine.window, mine.sinks) == ("acme", False, False, 0, 0)
+    assert (stream.use_cache, stream.lossy, stream.window, stream.sinks) == (True, True, 8, 4)
+
+
+def test_a_request_with_a_window_may_be_longer_than_the_context(client: Client) -> None:
+    result = completion(client.generate([1] * (CONTEXT + 1), window=8, max_tokens=2 * CONTEXT))
+
+    assert len(result["token_ids"]) == 2 * CONTEXT
+    assert result["usage"]["prompt_tokens"] == CONTEXT + 1
+
+
+def test_the_deployments_window_lets_every_request_be_longer_than_the_context() -> None:
+    with serving(window=8) as served, connect(served.endpoint) as client:
+        result = completion(client.generate([1] * (CONTEXT + 1), max_tokens=2))
+        found = client.lookup([1] * (CONTEXT + 1))
+
+        [request] = served.workers[0].submitted
+    assert (len(result["token_ids"]), found["prompt_tokens"]) == (2, CONTEXT + 1)
+    assert (request.window, request.sinks) == (0, 0), "the worker knows its own"
 
 
 def test_a_model_without_tokenizer_serves_token_ids() -> None:
@@ -225,6 +246,19 @@ def test_no_stop_string_ends_a_sequence_before_min_tokens(client: Client) -> Non
         ([1], {"stop_ids": [1] * 65}, "INVALID_ARGUMENT", "stop_ids must be at most 64, got 65"),
         ([1], {"request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id must be at most 128"),
         ([1], {"request_id": "a\nb"}, "INVALID_ARGUMENT", "printable"),
+        ([1], {"window": 3}, "INVALID_ARGUMENT", "window must be 0 .* or from 4 .* got 3"),
+        ([1], {"window": -1}, "INVALID_ARGUMENT", "window .* got -1"),
+        ([1], {"window": 2**24 + 1}, "INVALID_ARGUMENT", "window .* to 16777216 tokens, got 16777217"),
+        ([1], {"sinks": 4}, "INVALID_ARGUMENT", "sinks 4 need a window beside them: set window too"),
+        ([1], {"window": 8, "sinks": 9}, "INVALID_ARGUMENT", r"from 0 to the window \(8 tokens\), got 9"),
+        ([1], {"window": 8, "sinks": -1}, "INVALID_ARGUMENT", "sinks .* got -1"),
+        ([1], {"window": 8, "max_tokens": 2**24}, "INVALID_ARGUMENT", "16777217 tokens: .* at most 16777216"),
+        (
+            [1],
+            {"max_tokens": 512},
+            "INVALID_ARGUMENT",
+            "513 tokens: .* 512 tokens; a request with a window may",
+        ),
         ([1], {"tenant": "nobody"}, "PERMISSION_DENIED", "unknown tenant 'nobody'"),
         ([1], {"worker": "w9"}, "NOT_FOUND", "unknown worker 'w9': there are w0, w1"),
         ([1], {"worker": "x" * 50_000}, "NOT_FOUND", "unknown worker 'xxx"),
@@ -441,6 +475,28 @@ def _request(ids: list[int], request_id: str = "", **sampling: Any) -> inference
 
 
 # ---- clients that leave, workers that die ----------------------------------------------------------------------------
+
+
+def test_what_a_stalled_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of millions of tokens would else fill the gateway's memory at the model's speed."""
+    monkeypatch.setattr(gateway_streams, "MAX_UNREAD_TOKENS", 50)
+    with serving(is_manual=True) as served, connect(served.endpoint) as client, ThreadPoolExecutor(1) as pool:
+        worker = served.workers[0]
+        call = pool.submit(lambda: completion(client.generate([1], window=8, max_tokens=10**6, n=2)))
+        assert eventually(lambda: bool(worker.running))
+
+        def steps_without_a_pause() -> int:
+            for _ in range(60):
+                worker.step()
+            [stream] = served.core.workers["w0"].streams.values()
+            return sum(len(sequence.token_ids) for sequence in stream.sequences)
+
+        assert served.call(steps_without_a_pause) == 0, "what nobody will read is dropped"
+        with pytest.raises(ClientError, match="reads too slowly: 51 tokens wait") as refused:
+            call.result(30)
+        assert refused.value.status == "RESOURCE_EXHAUSTED"
+        assert eventually(lambda: served.core.in_flight == 0)
+        assert len(worker.cancelled) >= 1
 
 
 def test_a_client_that_leaves_has_its_request_cancelled(text: Text) -> None:

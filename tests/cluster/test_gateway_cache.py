@@ -66,7 +66,14 @@ def test_stats_add_up_all_owners(client: Client) -> None:
         "load_ms_p50": 0.0,
         "load_ms_p99": 0.0,
         "corrupt_pages": 0,
+        "page_bytes": 60,
+        "raw_bytes": 120,
+        "variants": {"fp8_e4m3": 6, "int4c": 2},
+        "saved": 0.5,
+        "converted_pages": 0,
+        "dropped_pages": 0,
     }
+    assert (stats["tiers"]["L4"]["variants"], stats["tiers"]["L4"]["saved"]) == ({}, 0.0)
     totals = {name: value for name, value in stats.items() if name != "tiers"}
     assert totals == {
         "requests": 4,
@@ -89,6 +96,9 @@ def test_what_a_dead_worker_counted_stays_and_what_it_held_does_not(served: Serv
             "capacity_bytes": 100,
             "used_bytes": 40,
             "pages": 4,
+            "page_bytes": 30,
+            "raw_bytes": 60,
+            "variants": {"fp8_e4m3": 3, "int4c": 1},
         }
         assert {**after, "tiers": None} == {**before, "tiers": None}
 
@@ -159,7 +169,17 @@ def test_pages_are_listed_highest_tier_first_with_tenants_by_name(client: Client
         "pinned",
         "readers",
         "state",
+        "made_from",
     }
+
+
+def test_a_converted_page_is_listed_with_what_it_was_made_from(served: Served, client: Client) -> None:
+    small = page_info(A, TierName.SSD, "n0", "default", variant="int4c", made_from="fp8_e4m3")
+    served.cache.nodes[0].port.pages_held["small"] = small  # type: ignore[attr-defined]
+
+    forms = {(page["tier"], page["variant"], page["made_from"]) for page in client.pages_show(A)}
+
+    assert forms == {("L1", "fp32", ""), ("L3", "fp32", ""), ("L4", "int4c", "fp8_e4m3")}
 
 
 def test_pages_are_listed_by_tenant_and_tier_up_to_a_limit(client: Client) -> None:
@@ -276,15 +296,16 @@ def test_lookup_names_the_pages_of_a_prompt_that_are_held_and_where(served: Serv
     served.workers[0].pages_held[keys[0]] = page_info(keys[0], TierName.HBM, "w0", "acme")
     node = served.cache.nodes[0].port
     for key in (keys[0], keys[1]):
-        node.pages_held[key] = page_info(key, TierName.SSD, "n0", "acme")  # type: ignore[attr-defined]
+        page = page_info(key, TierName.SSD, "n0", "acme", variant="int4c", made_from="fp32")
+        node.pages_held[key] = page  # type: ignore[attr-defined]
 
     found = client.lookup(prompt, tenant="acme")
 
     assert found == {
         "prompt_tokens": 14,
         "pages": [
-            {"key": keys[0], "start": 0, "end": 4, "tiers": ["L1", "L4"]},
-            {"key": keys[1], "start": 4, "end": 8, "tiers": ["L4"]},
+            {"key": keys[0], "start": 0, "end": 4, "tiers": ["L1", "L4"], "variants": ["fp32", "int4c"]},
+            {"key": keys[1], "start": 4, "end": 8, "tiers": ["L4"], "variants": ["int4c"]},
         ],
     }
     assert client.lookup(prompt)["pages"] == []

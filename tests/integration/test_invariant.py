@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from worker_kit import caching, serving, sink_to_l3, sink_to_l4
+from worker_kit import caching, page_sizes, serving, sink_to_l3, sink_to_l4
 
 from kvtier.workers.runner import load_runner
 
@@ -22,7 +22,7 @@ def test_bfloat16_tokens_are_the_same_alone_batched_chunked_cached_sunk_and_pree
         str(demo_model),
         dtype="bfloat16",
         page_tokens=16,
-        l1_bytes=19 * 368_640,  # 18 pages and scratch: three sequences at once don't fit
+        l1_bytes=18 * 368_640,  # 18 pages: three sequences at once don't fit
         numerics="invariant",
         forward="auto",
         threads=2,
@@ -30,9 +30,9 @@ def test_bfloat16_tokens_are_the_same_alone_batched_chunked_cached_sunk_and_pree
         max_batch_tokens=64,
         epoch=0,
     )
-    payload = runner.spec.nbytes
+    sizes = page_sizes(runner)  # type: ignore[arg-type]
     with (
-        caching(tmp_path, l3_pages=128, l4_bytes=128 << 20, payload_bytes=payload) as service,
+        caching(tmp_path, l3_pages=128, l4_bytes=128 << 20, page_bytes=sizes) as service,
         serving(runner, tmp_path / "s", max_batch_tokens=64, always_load=True) as client,  # type: ignore[arg-type]
     ):
         alone = [client.generate(prompt, use_cache=False, **OPTIONS).tokens for prompt in PROMPTS]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from node_kit import plain_chain
 from tier_pages import SPEC, TENANT, VARIANT, envelope_of, page_key, payload_of
 
 from kvtier.tier.ipc import NodeClient
@@ -65,7 +66,7 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.messages: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
-        hello = Hello("w0", f"i{id(self)}", SPEC, PAYLOAD, {"model": "none"})
+        hello = Hello("w0", f"i{id(self)}", {SPEC: PAYLOAD}, {}, {"model": "none"})
         self.client = NodeClient.connect(
             folder / "s", hello, self.messages.put, lambda: self.messages.put(None)
         )
@@ -74,7 +75,7 @@ class Worker:
         """Store page after page until the node is gone."""
         try:
             while True:
-                self.client.send(WantSlots(4))
+                self.client.send(WantSlots(4, PAYLOAD))
                 message = self.messages.get(timeout=30)
                 if message is None:
                     return
@@ -84,7 +85,7 @@ class Worker:
                     number = next(numbers)
                     payload = payload_of(number, PAYLOAD)
                     envelope = envelope_of(number, payload)
-                    slot = self.client.slot(grant.slot)
+                    slot = self.client.slot(grant)
                     slot[: len(envelope.pack())] = envelope.pack()
                     slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = payload
                     pages.append(
@@ -92,6 +93,8 @@ class Worker:
                             grant,
                             envelope.key,
                             VARIANT,
+                            "",
+                            SPEC,
                             envelope.root,
                             envelope.parent,
                             TENANT,
@@ -107,7 +110,8 @@ class Worker:
 
     def find(self, number: int) -> bool:
         """Is the page there? If so it must be whole."""
-        self.client.send(Locate(f"r{number}", b"r" * 32, TENANT, [page_key(number)], VARIANT, 0.0))
+        chains = [plain_chain([page_key(number)], VARIANT)]
+        self.client.send(Locate(f"r{number}", b"r" * 32, TENANT, 16, 0, 16, chains, 0.0))
         while True:
             match self.messages.get(timeout=30):
                 case Located(host=[page, *_]) | Loaded(pages=[page, *_]):
@@ -121,13 +125,13 @@ class Worker:
                     raise AssertionError(f"unexpected {other}")
 
     def look_at(self, number: int, page: HostPage) -> None:
-        slot = self.client.slot(page.grant.slot)
+        slot = self.client.slot(page.grant)
         envelope = Envelope.unpack(slot)
         payload = slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD]
         assert envelope.key == page_key(number)
         envelope.verify(payload)
         assert payload == payload_of(number, PAYLOAD)
-        self.client.send(Copied(f"r{number}", [0], PAYLOAD, 0.001))
+        self.client.send(Copied(f"r{number}", [(0, 0)], PAYLOAD, 0.001))
 
 
 def test_a_killed_cachenode_opens_in_seconds_with_every_page_whole_or_absent(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_kit import COMPILED, KINDS, Kind, kernels
+from layout_kit import make_layout
 
-from kvtier.kernels.ops import IntArray, KVLayout, StepPlan, make_plan
-from kvtier.kernels.reference import kv_views
+from kvtier.kernels.ops import Format, IntArray, KVLayout, StepPlan, make_plan
+from kvtier.kernels.reference import record_views
 
 LAYERS, LAYER = 3, 1
 # (context, rows): decode, prefill from nothing, chunks at odd places, ends on the edges of tiles and splits
@@ -35,16 +36,23 @@ class Case:
         return make_plan(parts, self.layout.page_tokens)
 
 
-def make_layout(heads: int, dim: int, page_tokens: int, dtype: torch.dtype) -> KVLayout:
-    record = 2 * heads * page_tokens * dim * dtype.itemsize
-    return KVLayout(LAYERS, heads, dim, page_tokens, dtype, -(-record // 256) * 256)
+def raw_layout(heads: int, dim: int, page_tokens: int, dtype: torch.dtype) -> KVLayout:
+    return make_layout(
+        heads=heads,
+        dim=dim,
+        page_tokens=page_tokens,
+        dtype=dtype,
+        formats=[Format.RAW],
+        layers=LAYERS,
+        unit_bytes=0,
+    )
 
 
 def make_case(kind: Kind, heads: int, dim: int, page_tokens: int, dtype: torch.dtype) -> Case:
     """Every byte that holds no key or value of a sequence is 0xff, which reads as NaN."""
-    layout = make_layout(heads, dim, page_tokens, dtype)
+    layout = raw_layout(heads, dim, page_tokens, dtype)
     pages = [-(-context // page_tokens) for context, _ in SEQUENCES]
-    arena = torch.full((sum(pages) + 3, layout.page_bytes), 0xFF, dtype=torch.uint8)
+    arena = torch.full((sum(pages) + 3, layout.unit_bytes), 0xFF, dtype=torch.uint8)
     order = np.random.default_rng(0).permutation(len(arena)).astype(np.int32)
     frames = np.split(order[: sum(pages)], np.cumsum(pages)[:-1])
     g = torch.Generator().manual_seed(1)
@@ -163,15 +171,16 @@ def test_an_empty_step_writes_and_attends_nothing(kind: Kind) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_touches_its_rows_of_its_layer_and_nothing_else(kind: Kind, dtype: torch.dtype) -> None:
-    layout = make_layout(2, 24, 16, dtype)
-    arena = torch.full((5, layout.page_bytes), 0xFF, dtype=torch.uint8)
+    layout = raw_layout(2, 24, 16, dtype)
+    arena = torch.full((5, layout.unit_bytes), 0xFF, dtype=torch.uint8)
     k, v = torch.randn(6, 2, 24).to(dtype), torch.randn(6, 2, 24).to(dtype)
     plan = make_plan([(1, 4, 18, np.array([3, 0], np.int32)), (5, 1, 1, np.array([2], np.int32))], 16)
 
     kernels(kind).write_kv(k, v, arena, layout, plan, LAYER)
 
     expected = torch.full_like(arena, 0xFF)
-    keys, values = kv_views(expected, layout, LAYER)
+    views = record_views(expected, layout, Format.RAW, LAYER)
+    keys, values = views.k.view(dtype), views.v.view(dtype)
     for row, frame, slot in ((1, 3, 14), (2, 3, 15), (3, 0, 0), (4, 0, 1), (5, 2, 0)):
         keys[frame, :, slot], values[frame, :, slot] = k[row], v[row]
     assert torch.equal(arena, expected)

@@ -21,6 +21,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def start(self, capacity: int, segment: int) -> None:
         self.allocator = SegmentAllocator(capacity, segment)
         self.held: dict[Place, int] = {}
+        self.closed: set[int] = set()
 
     def _sizes_of_segments(self) -> dict[int, int]:
         return {place.segment: size for place, size in self.held.items()}
@@ -30,7 +31,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         segments = self._sizes_of_segments()
         if slots and len(segments) < self.allocator.num_segments:
             return True
-        used = [place.segment for place, held in self.held.items() if held == size]
+        used = [
+            place.segment
+            for place, held in self.held.items()
+            if held == size and place.segment not in self.closed
+        ]
         return any(used.count(segment) < slots for segment in set(used))
 
     @rule(size=st.sampled_from(SIZES))
@@ -54,6 +59,31 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(place)
 
         del self.held[place]
+        self.closed &= self._sizes_of_segments().keys()
+
+    @rule(size=st.sampled_from(SIZES))
+    def alloc_where_the_size_is(self, size: int) -> None:
+        segments = {segment for segment, held in self._sizes_of_segments().items() if held == size}
+
+        place = self.allocator.alloc(size, may_start=False)
+
+        if place is not None:
+            assert place.segment in segments - self.closed and place not in self.held
+            self.held[place] = size
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        segment = data.draw(st.sampled_from(sorted(self._sizes_of_segments())))
+        self.allocator.close(segment)
+        self.closed.add(segment)
+
+    @precondition(lambda self: self.closed)
+    @rule(data=st.data())
+    def reopen(self, data: st.DataObject) -> None:
+        segment = data.draw(st.sampled_from(sorted(self.closed)))
+        self.allocator.reopen(segment)
+        self.closed.remove(segment)
 
     @rule(segment=st.integers(0, 12), index=st.integers(0, 16), size=st.sampled_from(SIZES))
     def take(self, segment: int, index: int, size: int) -> None:
@@ -76,6 +106,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.check()
             assert self.allocator.used_bytes == sum(self.held.values())
             assert all(self.allocator.slot_size(place) == size for place, size in self.held.items())
+            assert dict(self.allocator.segments()) == self._sizes_of_segments()
+            for segment in self._sizes_of_segments():
+                assert set(self.allocator.used_in(segment)) == {p for p in self.held if p.segment == segment}
 
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

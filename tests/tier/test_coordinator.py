@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from cache_world import (
-    FIELDS,
+    BF16,
+    FP8,
+    INT4C,
+    ONE_SIZE,
+    PAGE_TOKENS,
     PAYLOAD_BYTES,
     ROOT,
     SLOT_BYTES,
+    Kind,
     SimWorker,
     World,
     chain_keys,
+    chain_of,
+    hello_of,
     key_of,
+    stored_page,
     tenant_of,
 )
 from hypothesis import HealthCheck, Phase, given, settings
@@ -42,21 +51,28 @@ from kvtier.tier.events import (
 )
 from kvtier.tier.identity import root_key
 from kvtier.tier.messages import (
+    Chain,
     Grant,
     Granted,
-    Hello,
+    HostPage,
     Loaded,
     LoadFailed,
+    Locate,
     Refused,
     ReturnSlots,
     Stored,
-    StoredPage,
     WantSlots,
 )
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Limits
+from kvtier.tier.slots import HostSlots, host_slots
 
 TENANT = "ada"
+
+
+def pages_of(pages: Iterable[HostPage]) -> list[int]:
+    """Which pages of the first chain these are."""
+    return [page.page[1] for page in pages if page.page[0] == 0]
 
 
 def world_with(path: str, *, num_slots: int = 8, ssd_slots: int = 32, **more: Any) -> tuple[World, SimWorker]:
@@ -84,8 +100,8 @@ def test_a_stored_page_is_found_and_written_through_to_l4() -> None:
 
     located = world.locate(worker, "r", TENANT, "abcd")
 
-    assert [p.index for p in located.host] == [0, 1, 2] and not located.loading
-    assert located.missing is not None and (located.missing.index, located.missing.reason) == (
+    assert pages_of(located.host) == [0, 1, 2] and not located.loading
+    assert located.missing is not None and (located.missing.page, located.missing.reason) == (
         3,
         "never_stored",
     )
@@ -97,9 +113,9 @@ def test_a_chain_of_fifty_pages_comes_up_through_two_free_slots() -> None:
     world, worker = world_with(path, num_slots=2, ssd_slots=64)
 
     located = world.locate(worker, "r", TENANT, path)
-    got = [page.index for page in located.host]
+    got = pages_of(located.host)
     while world.reads or worker.leases["r"]:
-        got += [page.index for page in worker.leases["r"].values()]
+        got += pages_of(worker.leases["r"].values())
         world.copied(worker, "r", list(worker.leases["r"]))
         if world.reads:
             world.finish_read()
@@ -161,12 +177,12 @@ def test_a_corrupt_page_in_l4_ends_the_chain_and_is_dropped() -> None:
     world.finish_read("corrupt", which=1)
 
     (failed,) = [m for m in worker.messages if isinstance(m, LoadFailed)]
-    assert (failed.missing.index, failed.missing.reason) == (1, "corrupt")
+    assert (failed.missing.page, failed.missing.reason) == (1, "corrupt")
     world.settle()
     assert world.node.snapshot().tiers[TierName.SSD].corrupt_pages == 1
     assert [note for note in world.notes if "dropped from L4" in note] == world.notes
     again = world.locate(worker, "r2", TENANT, "abcd")
-    assert again.missing is not None and (again.missing.index, again.missing.reason) == (1, "corrupt")
+    assert again.missing is not None and (again.missing.page, again.missing.reason) == (1, "corrupt")
 
 
 def test_a_disk_that_fails_to_read_is_a_miss_for_all_that_wait() -> None:
@@ -182,7 +198,7 @@ def test_a_disk_that_fails_to_read_is_a_miss_for_all_that_wait() -> None:
 
     for one in (worker, other):
         (failed,) = [m for m in one.messages if isinstance(m, LoadFailed)]
-        assert (failed.missing.index, failed.missing.reason) == (0, "load_failed")
+        assert (failed.missing.page, failed.missing.reason) == (0, "load_failed")
     world.finish_all()
     assert world.node.is_idle
 
@@ -198,7 +214,10 @@ def test_two_requests_for_one_page_share_one_read() -> None:
     worker.messages.clear()
     world.finish_all()
     loaded = [
-        (m.request_id, p.index, p.from_ssd) for m in worker.messages if isinstance(m, Loaded) for p in m.pages
+        (m.request_id, p.page[1], p.from_ssd)
+        for m in worker.messages
+        if isinstance(m, Loaded)
+        for p in m.pages
     ]
     assert sorted(loaded) == [("r1", 0, True), ("r1", 1, True), ("r2", 0, True), ("r2", 1, True)]
 
@@ -226,8 +245,8 @@ def test_a_load_slower_than_computing_is_not_made() -> None:
 
     located = world.locate(worker, "r", TENANT, "abcd", recompute_s=1e-9)
 
-    assert [page.index for page in located.host] == [0] and not located.loading
-    assert located.missing is not None and (located.missing.index, located.missing.reason) == (1, "costlier")
+    assert pages_of(located.host) == [0] and not located.loading
+    assert located.missing is not None and (located.missing.page, located.missing.reason) == (1, "costlier")
     assert len(world.locate(worker, "r", TENANT, "abcd", recompute_s=10.0).loading) == 3
 
 
@@ -257,7 +276,7 @@ def test_releasing_the_tail_cancels_its_queued_loads_and_lets_running_ones_finis
 
     assert 0 < running < 8
     assert len(world.held(TierName.HOST)) == running
-    assert worker.leases["r"].keys() == {0}
+    assert worker.leases["r"].keys() == {(0, 0)}
     world.copied(worker, "r", [0])
     assert world.node.is_idle
 
@@ -270,7 +289,7 @@ def test_a_corrupt_copy_in_l3_is_never_served_again() -> None:
     world.copied(worker, "r", [0, 1], corrupt=[1])
 
     again = world.locate(worker, "r3", TENANT, "ab")
-    assert [p.index for p in again.host] == [0] and again.loading == [1]  # from L4, where it is whole
+    assert pages_of(again.host) == [0] and again.loading == [(0, 1)]  # from L4, where it is whole
     assert world.node.snapshot().tiers[TierName.HOST].corrupt_pages == 1
     world.settle()
     assert world.node.is_idle
@@ -343,6 +362,21 @@ def test_a_page_that_left_its_last_tier_is_explained() -> None:
 
     assert located.missing is not None and located.missing.reason == "evicted"
     assert "by lru, score = idle 12." in located.missing.detail and "2001-09-09T01:" in located.missing.detail
+
+
+def test_a_page_that_is_here_only_as_l4_keeps_it_is_explained_as_such() -> None:
+    world = World(6, 6, payloads=MIXED, ssd_variants=frozenset({INT4C}))
+    worker = world.connect("w0", "1", payloads=MIXED)
+    world.want(worker, 2, (0, INT4C))
+    world.store(worker, TENANT, "ab", kind=(0, INT4C), made_from=FP8)
+    world.finish_all()
+
+    exact = chain_of(chain_keys(TENANT, "ab"), variant=FP8)
+    located = world.locate(worker, "r", TENANT, "ab", chains=[exact])
+
+    assert located.pages == 0
+    assert located.missing is not None and located.missing.reason == "variant"
+    assert "int4c" in located.missing.detail and "lossy" in located.missing.detail
 
 
 def test_another_identity_is_named_by_the_field_that_differs_within_a_tenant_only() -> None:
@@ -480,41 +514,99 @@ def test_a_grant_of_an_earlier_generation_stores_nothing() -> None:
     stale = worker.grants[0]
     world.say(worker, ReturnSlots([worker.grants.pop()]))
     world.want(worker, 1)
-    page = StoredPage(
-        stale, key_of(TENANT, "a"), "bf16", ROOT, ROOT, tenant_of(TENANT), 0, 16, b"c" * 16, b""
-    )
 
-    world.say(worker, Stored([page]))
+    world.say(worker, Stored([stored_page(stale, TENANT, "a")]))
 
     assert worker.grants[0].slot == stale.slot and worker.grants[0] != stale
     assert world.held(TierName.HOST) == set() and len(world.notes) == 1
 
 
-def test_a_worker_that_describes_impossible_pages_is_disconnected() -> None:
-    node = Coordinator(node_id="n", incarnation="i", payload_bytes=PAYLOAD_BYTES, num_slots=4)
-    ref = WorkerRef("w", "1")
-    node.handle(FromWorker(ref, Hello("w", "1", b"s" * 16, PAYLOAD_BYTES, FIELDS)), 0.0)
-    (granted,) = node.handle(FromWorker(ref, WantSlots(1)), 0.0)
-    assert isinstance(granted, Send) and isinstance(granted.message, Granted)
-    page = StoredPage(
-        granted.message.grants[0], b"short", "bf16", ROOT, ROOT, b"t" * 16, 0, 16, b"c" * 16, b""
+def a_node(num_slots: int = 4, **more: Any) -> Coordinator:
+    return Coordinator(
+        node_id="n", incarnation="i", host=HostSlots(num_slots * SLOT_BYTES, SLOT_BYTES), **more
     )
+
+
+BROKEN_PAGES = [
+    ({"key": b"short"}, "a key of 5 bytes"),
+    ({"spec_digest": b"?" * 16}, "which its Hello doesn't say of that spec"),
+    ({"made_from": "x" * 17}, "made_from"),
+    ({"variant": ""}, "variant ''"),
+]
+
+
+@pytest.mark.parametrize(("how", "why"), BROKEN_PAGES, ids=[why for _, why in BROKEN_PAGES])
+def test_a_worker_that_describes_impossible_pages_is_disconnected(how: dict[str, Any], why: str) -> None:
+    node = a_node()
+    ref = WorkerRef("w", "1")
+    node.handle(FromWorker(ref, hello_of("w", "1", ONE_SIZE)), 0.0)
+    (granted,) = node.handle(FromWorker(ref, WantSlots(1, PAYLOAD_BYTES)), 0.0)
+    assert isinstance(granted, Send) and isinstance(granted.message, Granted)
+    page = msgspec.structs.replace(stored_page(granted.message.grants[0], TENANT, "a"), **how)
 
     (command,) = node.handle(FromWorker(ref, Stored([page])), 0.0)
 
-    assert isinstance(command, Disconnect) and "a key of 5 bytes" in command.reason
-    assert node.handle(FromWorker(ref, WantSlots(1)), 0.0) == []
+    assert isinstance(command, Disconnect) and why in command.reason
+    assert node.handle(FromWorker(ref, WantSlots(1, PAYLOAD_BYTES)), 0.0) == []
     node.check()
 
 
-def test_a_worker_with_other_pages_is_refused() -> None:
-    node = Coordinator(node_id="n", incarnation="i", payload_bytes=PAYLOAD_BYTES, num_slots=4)
-    refused, disconnect = node.handle(
-        FromWorker(WorkerRef("w", "1"), Hello("w", "1", b"s" * 16, 2 * PAYLOAD_BYTES, FIELDS)), 0.0
-    )
+@pytest.mark.parametrize(
+    ("payloads", "why"),
+    [
+        ({(0, BF16): 2 * PAYLOAD_BYTES}, "pages of 8192 bytes can't go into L3"),
+        ({}, "names 0 kinds of pages"),
+        ({(0, BF16): 0}, "pages of 0 bytes can't be"),
+        ({(n, BF16): 1 for n in range(65)}, "names 65 kinds of pages, 1 to 64"),
+    ],
+)
+def test_a_worker_whose_pages_do_not_fit_is_refused(payloads: dict[Kind, int], why: str) -> None:
+    node = a_node()
+    refused, disconnect = node.handle(FromWorker(WorkerRef("w", "1"), hello_of("w", "1", payloads)), 0.0)
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
+    assert why in refused.message.reason
     assert isinstance(disconnect, Disconnect)
     node.check()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Locate("r", ROOT, b"t" * 16, 16, 0, 16, [], 0.0),
+        Locate("r", ROOT, b"t" * 16, 0, 0, 16, [chain_of([b"k"])], 0.0),
+        Locate("r", ROOT, b"t" * 16, 16, 0, 16, [chain_of([b"k"]), chain_of([b"k", b"l"])], 0.0),
+        Locate("r", ROOT, b"t" * 16, 16, 0, 16, [chain_of([b"k"], held=b"12")], 0.0),
+        Locate("r", ROOT, b"t" * 16, 16, 0, 16, [chain_of([b"k"], variant="bf17")], 0.0),
+        Locate("r", ROOT, b"t" * 16, 16, 0, 16, [chain_of([b"k"], stride=0)], 0.0),
+    ],
+    ids=[
+        "no chains",
+        "no page size",
+        "chains of two lengths",
+        "held bits too many",
+        "no such format",
+        "no stride",
+    ],
+)
+def test_a_worker_that_asks_for_what_cannot_be_is_disconnected(broken: Locate) -> None:
+    node = a_node()
+    ref = WorkerRef("w", "1")
+    node.handle(FromWorker(ref, hello_of("w", "1", ONE_SIZE)), 0.0)
+
+    (command,) = node.handle(FromWorker(ref, broken), 0.0)
+
+    assert isinstance(command, Disconnect) and command.reason.startswith("it asked for")
+    node.check()
+
+
+def test_a_worker_that_wants_slots_of_a_size_it_has_not_named_is_disconnected() -> None:
+    node = a_node()
+    ref = WorkerRef("w", "1")
+    node.handle(FromWorker(ref, hello_of("w", "1", ONE_SIZE)), 0.0)
+
+    (command,) = node.handle(FromWorker(ref, WantSlots(1, 77)), 0.0)
+
+    assert isinstance(command, Disconnect) and "77 bytes, which it hasn't named" in command.reason
 
 
 def test_pinned_pages_stay_in_both_tiers_and_pins_are_bounded() -> None:
@@ -551,7 +643,7 @@ def test_clear_makes_a_tenants_pages_unfindable_at_once_and_wipes_them() -> None
         Outcome.ACCEPTED
     ] * 2
     missing = world.locate(worker, "r2", TENANT, "abcd").missing
-    assert missing is not None and (missing.index, missing.reason) == (0, "cleared")
+    assert missing is not None and (missing.page, missing.reason) == (0, "cleared")
     world.copied(worker, "r", [0, 1])
     world.finish_all()
     assert not places & world.disk.keys()
@@ -609,7 +701,7 @@ def test_pages_of_the_catalogue_are_warm_after_a_restart() -> None:
     after = World(8, 32, recovered=list(world.catalogue.values()), disk=world.disk)
     located = after.locate(after.connect(), "r", TENANT, "abc")
 
-    assert located.loading == [0, 1, 2]
+    assert located.loading == [(0, 0), (0, 1), (0, 2)]
     assert {entry.uses for entry in after.catalogue.values()} == {1}
     after.settle()
     assert after.node.is_idle
@@ -681,17 +773,15 @@ def test_pages_of_another_size_make_room_in_l4_for_those_of_this_one() -> None:
     node = Coordinator(
         node_id="n",
         incarnation="i",
-        payload_bytes=large,
-        num_slots=4,
+        host=host_slots(8 * SLOT_BYTES, 2 * SLOT_BYTES),
         ssd=allocator,
         recovered=list(small.catalogue.values()),
     )
     ref = WorkerRef("w", "1")
-    node.handle(FromWorker(ref, Hello("w", "1", b"s" * 16, large, FIELDS)), 0.0)
-    (granted,) = node.handle(FromWorker(ref, WantSlots(1)), 0.0)
+    node.handle(FromWorker(ref, hello_of("w", "1", {(0, BF16): large})), 0.0)
+    (granted,) = node.handle(FromWorker(ref, WantSlots(1, large)), 0.0)
     assert isinstance(granted, Send) and isinstance(granted.message, Granted)
-    grant = granted.message.grants[0]
-    page = StoredPage(grant, b"k" * 32, "bf16", ROOT, ROOT, b"t" * 16, 0, 16, b"c" * 16, b"")
+    page = stored_page(granted.message.grants[0], "bob", "a")
 
     commit, write = node.handle(FromWorker(ref, Stored([page])), 0.0)
 
@@ -715,6 +805,25 @@ COSTS = [0.0, 0.0, 1e-7, 1e-5]
 FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, contents_unsaved=2, roots=2, persist_every=3)
 
 
+# Two layer groups, the first of which decays: three slot sizes, no two of which share a segment well.
+MIXED: dict[Kind, int] = {(0, FP8): 3 * 4096, (0, INT4C): 4096, (1, FP8): 2 * 4096}
+NO_DECAY = 1 << 30
+DECAY: dict[str, Any] = {"variant": FP8, "decayed": INT4C, "recent": 16, "sinks": 16}
+
+
+def lookup_of(how: int, tenant: str, path: str) -> list[Chain]:
+    """The chains of a lookup: a plain one, a decaying one, a lossy one, one with a window, or two layer groups."""
+    keys, second = chain_keys(tenant, path), chain_keys(tenant, path, 1)
+    lossy = {"variant": FP8, "decayed": INT4C, "recent": NO_DECAY, "any_variant": True}
+    return [
+        [chain_of(keys, variant=FP8)],
+        [chain_of(keys, **DECAY)],
+        [chain_of(chain_keys(tenant, path, 2), other_keys=keys, **lossy)],
+        [chain_of(keys, window=32, window_sinks=16, **DECAY)],
+        [chain_of(keys, **DECAY), chain_of(second, variant=FP8, window=32)],
+    ][how % 5]
+
+
 class Actors:
     """Workers that come, store, ask, copy, cheat and die; a disk that fails; operators that pin, evict and clear.
 
@@ -731,40 +840,87 @@ class Actors:
             if worker.ref.worker_id == name:
                 return worker
         self.incarnation += 1
-        return self.world.connect(name, str(self.incarnation))
+        payloads = self.world.payloads
+        if name == "w1":  # not all workers know all formats
+            payloads = {kind: nbytes for kind, nbytes in payloads.items() if kind[1] != INT4C}
+        return self.world.connect(name, str(self.incarnation), payloads=payloads)
+
+    def kind(self, worker: SimWorker, which: int) -> Kind:
+        kinds = list(worker.payloads)
+        return kinds[which % len(kinds)]
+
+    def want(self, name: str, count: int, which: int) -> None:
+        worker = self.worker(name)
+        self.world.want(worker, count, self.kind(worker, which))
 
     def store(
-        self, name: str, tenant: str, path: str, first: int, hold_for: str | None, refill: bool
+        self, name: str, tenant: str, path: str, first: int, hold_for: str | None, refill: bool, which: int
     ) -> None:
         worker = self.worker(name)
+        kind = self.kind(worker, which)
         if refill:
-            self.world.want(worker, len(path))
-        self.world.store(worker, tenant, path, first=first % len(path), hold_for=hold_for, content=b"c" * 16)
+            self.world.want(worker, len(path), kind)
+        self.world.store(
+            worker,
+            tenant,
+            path,
+            first=first % len(path),
+            hold_for=hold_for,
+            content=b"c" * 16,
+            kind=kind,
+            made_from=FP8 if kind[1] == INT4C else "",
+        )
 
     def store_stale(self, name: str, path: str) -> None:
         worker = self.worker(name)
         if worker.grants:
-            old = Grant(worker.grants[0].slot, worker.grants[0].generation - 1)
-            key = key_of("eve", path)
-            page = StoredPage(old, key, "bf16", ROOT, ROOT, tenant_of("eve"), 0, 16, b"x" * 16, b"")
-            self.world.say(worker, Stored([page]))
+            mine = worker.grants[0]
+            kind = next(k for k, nbytes in self.world.payloads.items() if nbytes == mine.payload_bytes)
+            old = Grant(mine.slot, mine.generation - 1, mine.payload_bytes)
+            self.world.say(worker, Stored([stored_page(old, "eve", path[:1], kind=kind)]))
 
     def give_back(self, name: str) -> None:
         worker = self.worker(name)
         if worker.grants:
             self.world.say(worker, ReturnSlots([worker.grants.pop()]))
 
-    def locate(self, name: str, request: str, tenant: str, path: str, cost: float) -> None:
-        self.world.locate(self.worker(name), request, tenant, path, recompute_s=cost, content=b"c" * 16)
+    def locate(
+        self, name: str, request: str, tenant: str, path: str, cost: float, how: int, held: int, cut: int
+    ) -> None:
+        """Look up in the way `how`; two bits a page of `held` say what L1 has, `cut` where it is known to have all."""
+        is_plain = self.world.payloads is ONE_SIZE
+        chains = [chain_of(chain_keys(tenant, path))] if is_plain else lookup_of(how, tenant, path)
+        first = cut % len(path)
+        bits = bytes(held >> 2 * page & (3 if chains[0].decayed else 1) for page in range(len(path)))
+        cut_chains = [
+            msgspec.structs.replace(
+                chain,
+                keys=chain.keys[first:],
+                other_keys=chain.other_keys[first:],
+                held=bytes(b & (3 if chain.decayed else 1) for b in bits[first:]),
+            )
+            for chain in chains
+        ]
+        self.world.locate(
+            self.worker(name),
+            request,
+            tenant,
+            path,
+            recompute_s=cost,
+            content=b"c" * 16,
+            first=first,
+            chains=cut_chains,
+            last_position=PAGE_TOKENS * len(path) - held % 2,
+        )
 
     def copy(self, name: str, request: str, which: int, corrupt: int) -> None:
         """Say Copied of the leased pages whose bit in `which` is set; the bit in `corrupt` calls it corrupt."""
         worker = self.worker(name)
-        indexes = [i for i in sorted(worker.leases.get(request, {})) if which >> i & 1]
-        self.world.copied(worker, request, indexes, [i for i in indexes if corrupt >> i & 1])
+        pages = [ref for ref in sorted(worker.leases.get(request, {})) if which >> ref[1] & 1]
+        self.world.copied(worker, request, pages, [ref for ref in pages if corrupt >> ref[1] & 1])
 
-    def release(self, name: str, request: str, from_index: int) -> None:
-        self.world.release(self.worker(name), request, from_index)
+    def release(self, name: str, request: str, from_page: int) -> None:
+        self.world.release(self.worker(name), request, from_page)
 
     def die(self, name: str) -> None:
         self.world.die(self.worker(name))
@@ -782,7 +938,10 @@ class Actors:
             self.world.finish_check(failure)
 
     def ask(self, verb: type, tenant: str, path: str, *more: object) -> None:
-        self.world.ask(verb, tuple(chain_keys(tenant, path)), *more)
+        keys = chain_keys(tenant, path)
+        if len(self.world.payloads) > 1:
+            keys += chain_keys(tenant, path, 1)
+        self.world.ask(verb, tuple(keys), *more)
 
     def compare(self) -> None:
         """Each tier holds what the coordinator says it holds."""
@@ -813,7 +972,23 @@ class Actors:
 
 names, tenants, paths, requests = map(st.sampled_from, (NAMES, TENANTS, PATHS, REQUESTS))
 read_failures, write_failures = st.sampled_from(READ_FAILURES), st.sampled_from(WRITE_FAILURES)
-few_bits = st.integers(0, 31)
+few_bits, few = st.integers(0, 31), st.integers(0, 2)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    limits = FEW if draw(st.booleans()) else None
+    num_slots, ssd_slots = draw(st.integers(2, 12)), draw(st.sampled_from([0, 2, 4, 8, 16]))
+    if draw(st.booleans()):
+        return World(num_slots, ssd_slots, limits=limits)
+    return World(
+        num_slots,
+        ssd_slots,
+        limits=limits,
+        payloads=MIXED,
+        host_segment_slots=draw(st.integers(1, min(3, num_slots))),
+        ssd_variants=draw(st.sampled_from([None, frozenset({INT4C})])),
+    )
 
 
 class Life(RuleBasedStateMachine):
@@ -823,13 +998,13 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.actors = Actors(World(2, 2))
 
-    @initialize(num_slots=st.integers(2, 12), ssd_slots=st.sampled_from([0, 2, 4, 8, 16]), few=st.booleans())
-    def start(self, num_slots: int, ssd_slots: int, few: bool) -> None:
-        self.actors = Actors(World(num_slots, ssd_slots, limits=FEW if few else None))
+    @initialize(world=worlds())
+    def start(self, world: World) -> None:
+        self.actors = Actors(world)
 
-    @rule(name=names, count=st.integers(0, 6))
-    def wants_slots(self, name: str, count: int) -> None:
-        self.actors.world.want(self.actors.worker(name), count)
+    @rule(name=names, count=st.integers(0, 6), which=few)
+    def wants_slots(self, **what: Any) -> None:
+        self.actors.want(**what)
 
     @rule(
         name=names,
@@ -838,6 +1013,7 @@ class Life(RuleBasedStateMachine):
         first=st.integers(0, 4),
         hold_for=st.none() | requests,
         refill=st.booleans(),
+        which=few,
     )
     def stores(self, **how: Any) -> None:
         self.actors.store(**how)
@@ -850,7 +1026,16 @@ class Life(RuleBasedStateMachine):
     def returns_slots(self, name: str) -> None:
         self.actors.give_back(name)
 
-    @rule(name=names, request=requests, tenant=tenants, path=paths, cost=st.sampled_from(COSTS))
+    @rule(
+        name=names,
+        request=requests,
+        tenant=tenants,
+        path=paths,
+        cost=st.sampled_from(COSTS),
+        how=st.integers(0, 4),
+        held=st.just(0) | st.integers(0, 1023),
+        cut=st.just(0) | few,
+    )
     def locates(self, **what: Any) -> None:
         self.actors.locate(**what)
 
@@ -858,7 +1043,7 @@ class Life(RuleBasedStateMachine):
     def copies(self, **which: Any) -> None:
         self.actors.copy(**which)
 
-    @rule(name=names, request=requests, from_index=st.integers(0, 3))
+    @rule(name=names, request=requests, from_page=st.integers(0, 3))
     def releases(self, **which: Any) -> None:
         self.actors.release(**which)
 
@@ -928,7 +1113,21 @@ def test_busy_lives_break_nothing(seed: int) -> None:
     """Longer lives than hypothesis makes, weighted towards traffic; a failure names its seed."""
     rng = Random(seed)
     limits = FEW if rng.random() < 0.3 else None
-    actors = Actors(World(rng.randint(2, 12), rng.choice([0, 2, 4, 8, 16]), limits=limits))
+    num_slots, ssd_slots = rng.randint(2, 12), rng.choice([0, 2, 4, 8, 16])
+    if rng.random() < 0.4:
+        actors = Actors(World(num_slots, ssd_slots, limits=limits))
+    else:
+        variants = rng.choice([None, frozenset({INT4C})])
+        segment = rng.randint(1, min(3, num_slots))
+        world = World(
+            num_slots,
+            ssd_slots,
+            limits=limits,
+            payloads=MIXED,
+            host_segment_slots=segment,
+            ssd_variants=variants,
+        )
+        actors = Actors(world)
     who, whose, chain = (
         (lambda: rng.choice(NAMES)),
         (lambda: rng.choice(TENANTS)),
@@ -936,12 +1135,25 @@ def test_busy_lives_break_nothing(seed: int) -> None:
     )
     request = lambda: rng.choice(REQUESTS)
     bits = lambda: rng.randrange(32)
+    which = lambda: rng.randrange(3)
     weighted: list[tuple[int, Callable[[], object]]] = [
-        (10, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), None, True)),
-        (3, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), request(), True)),
+        (10, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), None, True, which())),
+        (3, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1]), request(), True, which())),
         (1, lambda: actors.store_stale(who(), chain())),
         (1, lambda: actors.give_back(who())),
-        (12, lambda: actors.locate(who(), request(), whose(), chain(), rng.choice(COSTS))),
+        (
+            12,
+            lambda: actors.locate(
+                who(),
+                request(),
+                whose(),
+                chain(),
+                rng.choice(COSTS),
+                how=rng.randrange(5),
+                held=rng.choice([0, rng.randrange(1024)]),
+                cut=rng.choice([0, 0, 1, 2]),
+            ),
+        ),
         (12, lambda: actors.copy(who(), request(), bits(), bits() if rng.random() < 0.2 else 0)),
         (5, lambda: actors.release(who(), request(), rng.choice([0, 0, 1, 2]))),
         (1, lambda: actors.die(who())),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, Peer, running, wait_until
+from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, Peer, hello_of, plain_chain, running, wait_until
 
 from kvtier.tier import ipc
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
@@ -21,7 +21,7 @@ from kvtier.tier.ipc import FrameReader, Garbage, NodeClient, NodeRefused, NodeS
 from kvtier.tier.messages import Grant, Granted, Hello, Locate, Release, ToNode, WantSlots, Welcome
 from kvtier.tier.service import CacheService
 
-HELLO = Hello("w0", "1", SPEC, PAYLOAD_BYTES, FIELDS)
+HELLO = hello_of("w0")
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def ends(raw: socket.socket) -> bool:
 
 
 def test_frames_are_read_however_the_stream_is_cut() -> None:
-    messages: list[ToNode] = [HELLO, WantSlots(3), Release("r", 2)]
+    messages: list[ToNode] = [HELLO, WantSlots(3, PAYLOAD_BYTES), Release("r", 2)]
     stream = b"".join(frame(message) for message in messages)
 
     for size in (1, 3, 7, len(stream)):
@@ -57,7 +57,7 @@ def test_frames_are_read_however_the_stream_is_cut() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1", frame(Welcome("n", "i", 1, 1))],
+    [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1", frame(Welcome("n", "i", 1))],
     ids=["too long", "no msgpack", "a message of the other side"],
 )
 def test_bytes_that_are_no_message_are_garbage(garbage: bytes) -> None:
@@ -75,7 +75,12 @@ def test_a_message_too_long_to_be_taken_is_not_sent() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), frame(WantSlots(1)), frame(HELLO) + frame(HELLO)],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4096),
+        frame(WantSlots(1, PAYLOAD_BYTES)),
+        frame(HELLO) + frame(HELLO),
+    ],
     ids=["http", "random", "no hello", "two hellos"],
 )
 def test_garbage_ends_its_connection_and_nothing_else(tmp_path: Path, garbage: bytes) -> None:
@@ -126,7 +131,7 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_worker_that_makes_the_node_say_too_much_is_disconnected(tmp_path: Path) -> None:
     with running(tmp_path) as service:
         peer = Peer(tmp_path)
-        shortest = Locate("", b"", b"", [b"k"], "", 0.0)
+        shortest = Locate("", b"", b"", 1, 0, 0, [plain_chain([b"k"])], 0.0)
         name = "x" * (ipc.MAX_FRAME_BYTES - len(frame(shortest)))  # fits into its Locate, not into the answer
         peer.client.send(msgspec.structs.replace(shortest, request_id=name))
         assert peer.is_closed.wait(30.0)
@@ -141,8 +146,8 @@ def test_no_node_is_a_connection_error(tmp_path: Path) -> None:
 
 def test_a_worker_with_other_pages_is_refused_with_the_reason(tmp_path: Path) -> None:
     with running(tmp_path):
-        hello = Hello("w0", "1", SPEC, PAYLOAD_BYTES + 4096, FIELDS)
-        with pytest.raises(NodeRefused, match="pages of 20480 bytes"):
+        hello = Hello("w0", "1", {SPEC: PAYLOAD_BYTES + 4096}, {}, FIELDS)
+        with pytest.raises(NodeRefused, match="pages of 20480 bytes can't go into L3"):
             NodeClient.connect(tmp_path / "run" / "sock", hello, lambda message: None, lambda: None)
 
 
@@ -184,7 +189,7 @@ def test_a_client_hears_that_the_node_is_gone_once_and_not_of_its_own_close(tmp_
 
     assert staying.is_closed.wait(30.0)
     with pytest.raises(ConnectionError):
-        staying.client.send(WantSlots(1))
+        staying.client.send(WantSlots(1, PAYLOAD_BYTES))
     staying.close()
     assert not leaving.is_closed.is_set()
 
@@ -215,7 +220,7 @@ def test_sending_never_waits_for_the_node(tmp_path: Path) -> None:
     ref = WorkerRef("w0", "1")
     while not any(isinstance(event, FromWorker) for event in server.poll(1.0)):
         pass
-    server.send(ref, Welcome("n0", "i", 0, 4096))
+    server.send(ref, Welcome("n0", "i", 0))
     server.flush()
     connecting.join()
 
@@ -243,13 +248,13 @@ def test_a_worker_that_does_not_read_is_disconnected(tmp_path: Path, monkeypatch
             pass
 
         for _ in range(100_000):
-            server.send(ref, Granted([Grant(1, 1)] * 1000))
+            server.send(ref, Granted([Grant(1, 1, PAYLOAD_BYTES)] * 1000))
             server.flush()
             if server.notes:
                 break
 
         assert "bytes unread" in server.notes[0]
-        raw.sendall(frame(WantSlots(1)))
+        raw.sendall(frame(WantSlots(1, PAYLOAD_BYTES)))
         assert server.poll(0.05) == []  # heard no more, and not gone either
         assert ends(raw)
     assert server.poll(30.0) == [WorkerGone(ref)]

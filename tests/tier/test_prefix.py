@@ -604,3 +604,17 @@ def test_check_sees_a_count_that_drifted() -> None:
 
     with pytest.raises(AssertionError, match="evictable_pages"):
         index.check()
+
+
+def test_pages_that_moved_are_found_in_their_new_frames() -> None:
+    index = PrefixIndex(2)
+    inserted = index.insert(ROOT, np.arange(8, dtype=np.int32), np.array([4, 5, 6, 7], np.int32), 1.0)
+    index.pin(inserted.node)
+    index.insert(ROOT, np.array([0, 1, 9, 9], np.int32), np.array([4, 8], np.int32), 2.0)
+
+    index.follow({5: 1, 8: 2})
+
+    assert index.match(ROOT, np.arange(8, dtype=np.int32)).frames.tolist() == [4, 1, 6, 7]
+    assert index.match(ROOT, np.array([0, 1, 9, 9], np.int32)).frames.tolist() == [4, 2]
+    assert index.oldest_s == 2.0
+    index.check()

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_kit import FIELDS, PAYLOAD_BYTES, SLOT_BYTES, Peer, running, wait_until
+from node_kit import (
+    FIELDS,
+    PAYLOAD_BYTES,
+    SLOT_BYTES,
+    SMALL_BYTES,
+    SMALL_VARIANT,
+    VARIANT,
+    Peer,
+    running,
+    wait_until,
+)
 
 from kvtier.tier.base import Outcome, Place
 from kvtier.tier.events import StoredBefore
@@ -45,7 +55,7 @@ def test_pages_sink_rise_and_outlive_a_restart(tmp_path: Path, store: str) -> No
 
         assert [page.from_ssd for page in in_l3] == [False] * 6
         assert [page.from_ssd for page in from_l4] == [True] * 6
-        assert missing is not None and (missing.index, missing.reason) == (6, "never_stored")
+        assert missing is not None and (missing.page, missing.reason) == (6, "never_stored")
         counters = service.stats().tiers
         assert counters[TierName.SSD].demoted_pages == counters[TierName.HOST].promoted_pages == 6
         peer.close()
@@ -124,11 +134,11 @@ def test_a_killed_workers_slots_come_back(tmp_path: Path) -> None:
         program = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
             "from pathlib import Path\n"
-            "from node_kit import Peer\n"
+            "from node_kit import PAYLOAD_BYTES, Peer\n"
             "from kvtier.tier.messages import Granted, WantSlots\n"
             "peer = Peer(Path(sys.argv[2]))\n"
             "peer.store(0, 2, hold_for='preempted')\n"
-            "peer.client.send(WantSlots(2)); peer.hear(Granted)\n"
+            "peer.client.send(WantSlots(2, PAYLOAD_BYTES)); peer.hear(Granted)\n"
             "print('ready', flush=True); sys.stdin.read()\n"
         )
         helpers = Path(__file__).parents[1]
@@ -159,15 +169,15 @@ def test_bytes_changed_in_l3_are_dropped_and_the_copy_in_l4_serves(tmp_path: Pat
         peer = Peer(tmp_path)
         keys = peer.store(0, 3)
         settle(service)
-        slot = peer.fetch(0, 3)[0][1].grant.slot
-        peer.client.slot(slot)[HEADER_BYTES] ^= 1
+        grant = peer.fetch(0, 3)[0][1].grant
+        peer.client.slot(grant)[HEADER_BYTES] ^= 1
 
         peer.fetch(0, 3)  # the worker finds it and says so
         pages, _ = peer.fetch(0, 3)
 
         assert [page.from_ssd for page in pages] == [False, True, False]
         assert service.stats().tiers[TierName.HOST].corrupt_pages == 1
-        peer.client.slot(pages[2].grant.slot)[HEADER_BYTES] ^= 1
+        peer.client.slot(pages[2].grant)[HEADER_BYTES] ^= 1
         wait_until(service.idle)
         assert service.verify(keys) == [
             (keys[0], Outcome.ACCEPTED),
@@ -193,8 +203,8 @@ def test_bytes_changed_on_the_disk_are_a_miss_and_one_note(tmp_path: Path) -> No
         peer = Peer(tmp_path)
         pages, missing = peer.fetch(0, 3)
 
-        assert [page.index for page in pages if page.index < 1] == [0]
-        assert missing is not None and (missing.index, missing.reason) == (1, "corrupt")
+        assert [page.page for page in pages if page.page[1] < 1] == [(0, 0)]
+        assert missing is not None and (missing.page, missing.reason) == (1, "corrupt")
         assert service.stats().tiers[TierName.SSD].corrupt_pages == 1
         assert len([note for note in service.notes() if keys[1].hex()[:16] in note]) == 1
         again, why = peer.fetch(0, 3)
@@ -274,7 +284,7 @@ def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path, store: str) 
 
         assert [outcome for _, outcome in cleared] == [Outcome.ACCEPTED] * 4
         _, missing = ada.fetch(0, 4)
-        assert missing is not None and (missing.index, missing.reason) == (0, "cleared")
+        assert missing is not None and (missing.page, missing.reason) == (0, "cleared")
         ada.close()
         bob.close()
     (tmp_path / "l4" / "catalogue.mdb").unlink()  # so that the slots' own headers are all there is
@@ -385,6 +395,71 @@ def test_pages_whose_slab_file_is_gone_are_lost_and_said_to_be(tmp_path: Path) -
         assert missing is not None and missing.reason == "lost"
         assert "was gone when the node started" in missing.detail
         peer.close()
+
+
+@both_stores
+def test_small_pages_sink_rise_and_outlive_a_restart_beside_large_ones(tmp_path: Path, store: str) -> None:
+    with running(tmp_path, store=store) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 4)
+        keys = peer.store(0, 9, variant=SMALL_VARIANT)
+        settle(service)
+        assert service.stats().tiers[TierName.SSD].variants == {VARIANT: 4, SMALL_VARIANT: 9}
+        service.evict(keys, TierName.HOST)
+
+        exact, missing = peer.fetch(0, 9)
+        lossy, nothing = peer.fetch(0, 9, lossy=True)
+
+        assert [page.from_ssd for page in exact] == [True] * 4
+        assert missing is not None and missing.reason == "never_stored"
+        assert [page.variant for page in lossy] == [VARIANT] * 4 + [SMALL_VARIANT] * 5 and nothing is None
+        assert [page.from_ssd for page in lossy] == [False] * 4 + [True] * 5
+        settle(service)
+        peer.close()
+
+    with running(tmp_path, store=store) as service:
+        held = service.stats().tiers[TierName.SSD]
+        assert held.page_bytes == 4 * PAYLOAD_BYTES + 9 * SMALL_BYTES
+        made = {(info.variant, info.made_from) for info in service.pages("ada")}
+        assert made == {(VARIANT, ""), (SMALL_VARIANT, VARIANT)}
+        peer = Peer(tmp_path)
+        assert service.stats().tiers[TierName.SSD].raw_bytes == 13 * PAYLOAD_BYTES
+        assert len(peer.fetch(0, 9, lossy=True)[0]) == 9
+        assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
+        peer.close()
+
+
+def test_l4_keeps_only_its_own_formats(tmp_path: Path) -> None:
+    with running(tmp_path, l4_variants=frozenset({SMALL_VARIANT})) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 3)
+        peer.store(0, 3, variant=SMALL_VARIANT)
+        settle(service)
+
+        assert service.stats().tiers[TierName.SSD].variants == {SMALL_VARIANT: 3}
+        assert service.stats().tiers[TierName.HOST].variants == {VARIANT: 3, SMALL_VARIANT: 3}
+        peer.close()
+
+    with running(tmp_path, l4_variants=frozenset({SMALL_VARIANT})):
+        peer = Peer(tmp_path)
+        exact, missing = peer.fetch(0, 3)
+        lossy, _ = peer.fetch(0, 3, lossy=True)
+        assert exact == [] and missing is not None
+        assert (missing.page, missing.reason) == (0, "variant"), missing
+        assert [page.variant for page in lossy] == [SMALL_VARIANT] * 3
+        peer.close()
+
+
+def test_a_rebuilt_catalogue_knows_what_pages_were_made_from(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 3, variant=SMALL_VARIANT)
+        settle(service)
+        peer.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()
+
+    with running(tmp_path) as service:
+        assert [info.made_from for info in service.pages("ada")] == [VARIANT] * 3
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", b'{"zz": {}}', b"[1]"])

@@ -256,6 +256,31 @@ def test_a_full_catalogue_is_an_oserror_and_keeps_what_it_has(tmp_path: Path) ->
     again.close()
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_tier_told_of_its_small_pages_has_catalogue_and_segments_for_them(
+    tmp_path: Path, store: Store
+) -> None:
+    large, small = slot_bytes(2**17), slot_bytes(4096)
+    tier = open_ssd(tmp_path / "l4", 16 * 2**20, store, large, min_slot_bytes=small)
+
+    assert tier.page_capacity_bytes >= 8 * tier.segment_bytes, "a size needs segments of its own"
+    entries = []
+    while (place := tier.allocator.alloc(small)) is not None:
+        entries.append(entry_of(len(entries), place, 4096))
+    for at in range(0, len(entries), 64):
+        tier.commit(entries[at : at + 64])
+    tier.commit(entries)  # all uses change at once: each leaf of the catalogue is written anew
+
+    assert len(entries) * small > 0.9 * tier.page_capacity_bytes
+    tier.close()
+
+
+@pytest.mark.parametrize("small", [4096, 2 * SLOT_BYTES])
+def test_a_smallest_slot_that_cannot_be_is_refused(tmp_path: Path, small: int) -> None:
+    with pytest.raises(ValueError, match="min_slot_bytes"):
+        open_ssd(tmp_path / "l4", 16 * 2**20, "slab", SLOT_BYTES, min_slot_bytes=small)
+
+
 def test_a_full_lmdb_file_fails_the_write_and_keeps_what_it_has(tmp_path: Path) -> None:
     tier = open_l4(tmp_path, "lmdb")
     places = fill(tier, range(3))

@@ -10,12 +10,23 @@ from hypothesis import strategies as st
 from kvtier.tier.page import TierName
 from kvtier.tier.stats import Ledger, RequestTotals, Snapshot, TierCounters, has_restarted, lasting
 
-HELD = {"capacity_bytes", "used_bytes", "pages", "used_page_tokens", "held_page_tokens"}
+HELD = {
+    "capacity_bytes",
+    "used_bytes",
+    "pages",
+    "page_bytes",
+    "raw_bytes",
+    "used_page_tokens",
+    "held_page_tokens",
+}
 
 
 def a_snapshot(scale: int) -> Snapshot:
     """Counters that grow with `scale` and keep the law; what is held doesn't grow."""
-    tier = TierCounters(100, 40, 4, 10 * scale, 4 * scale, scale, scale, scale, scale, scale, scale)
+    counted = (10 * scale, 4 * scale, scale, scale, scale, scale, scale, scale)
+    tier = TierCounters(
+        100, 40, 4, *counted, page_bytes=30, raw_bytes=60, variants={"fp8_e4m3": 3, "int4c": 1}
+    )
     tier.loads_s.append(0.5)
     totals = RequestTotals(scale, 10 * scale, 6 * scale, 4 * scale, scale, 30, 40)
     return Snapshot({TierName.HBM: tier}, totals)
@@ -28,7 +39,7 @@ def counts(snapshot: Snapshot) -> dict[str, int]:
         f"{where} {f.name}": getattr(part, f.name)
         for where, part in parts
         for f in fields(part)
-        if f.name not in HELD | {"loads_s"}
+        if f.name not in HELD | {"loads_s", "variants"}
     }
 
 
@@ -40,7 +51,7 @@ def test_what_lasts_is_what_was_counted_and_not_what_is_held() -> None:
     assert counts(kept) == counts(before)
     for part in (kept.tiers[TierName.HBM], kept.totals):
         assert all(getattr(part, f.name) == 0 for f in fields(part) if f.name in HELD)
-    assert not kept.tiers[TierName.HBM].loads_s
+    assert not kept.tiers[TierName.HBM].loads_s and not kept.tiers[TierName.HBM].variants
     assert before.tiers[TierName.HBM].capacity_bytes == 100
     assert len(before.tiers[TierName.HBM].loads_s) == 1
 
@@ -48,7 +59,7 @@ def test_what_lasts_is_what_was_counted_and_not_what_is_held() -> None:
 def test_an_owner_has_restarted_when_any_counter_fell_and_not_when_it_holds_less() -> None:
     before = a_snapshot(3)
     emptied = a_snapshot(3)
-    emptied.tiers[TierName.HBM] = replace(emptied.tiers[TierName.HBM], used_bytes=0, pages=0)
+    emptied.tiers[TierName.HBM] = replace(emptied.tiers[TierName.HBM], used_bytes=0, pages=0, variants={})
     one_fell = a_snapshot(9)
     one_fell.tiers[TierName.HBM] = replace(one_fell.tiers[TierName.HBM], corrupt_pages=2)
 
@@ -85,6 +96,8 @@ def test_no_counter_of_the_sum_falls_and_only_the_living_hold(steps: list[tuple[
         assert all(now[name] >= value for name, value in before.items())
         assert now["L1 hit_tokens"] + now["totals computed_tokens"] == now["totals prompt_tokens"]
         assert total.tiers[TierName.HBM].capacity_bytes == 100 * len(scales)
+        assert total.tiers[TierName.HBM].raw_bytes == 60 * len(scales)
+        assert total.tiers[TierName.HBM].variants.get("int4c", 0) == len(scales)
         assert total.totals.held_page_tokens == 40 * len(scales)
         before = now
 

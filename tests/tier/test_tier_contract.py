@@ -26,7 +26,7 @@ from tier_pages import (
 from kvtier.tier import slab
 from kvtier.tier.base import Place, Tier
 from kvtier.tier.host import HostTier
-from kvtier.tier.page import Envelope, PageCorrupt, PageMissing, slot_bytes
+from kvtier.tier.page import ALIGN_BYTES, Envelope, PageCorrupt, PageMissing, slot_bytes
 from kvtier.tier.ssd import Store, open_ssd
 
 PAGE_BYTES = 40 * 1024 + 256  # no whole number of 4 KiB
@@ -44,13 +44,14 @@ class Case:
 
 
 def host_case(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    tier = HostTier(NUM_PLACES * SLOT_BYTES, SLOT_BYTES)
+    tier = HostTier(NUM_PLACES * SLOT_BYTES)
 
     def flip(place: Place, needle: bytes) -> None:
-        slot = tier.slot(place)
+        slot = tier.slot(place, PAGE_BYTES)
         slot[bytes(slot).index(needle)] ^= 1
 
-    return Case(tier, [Place(0, index) for index in range(NUM_PLACES)], flip)
+    places = [Place(0, index * SLOT_BYTES // ALIGN_BYTES) for index in range(NUM_PLACES)]
+    return Case(tier, places, flip)
 
 
 def ssd_case(folder: Path, store: Store) -> Case:

@@ -169,6 +169,25 @@ def test_bytes_that_are_never_a_character_do_not_hold_text_back_for_ever(piece_t
     assert shown
 
 
+def test_a_stream_of_any_length_is_read_a_few_tokens_at_a_time(
+    piece_text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Endless streams would else slow down and fill memory, those of silent tokens too."""
+    space, a, end = 256, 257, 265
+    ids = [space, a] * 50 + [end] * 100 + [space, a] * 50 + [0xFF] * 100 + [end] * 40
+    whole, lengths, decode = piece_text.decode(ids), [0], piece_text.decode
+
+    def watched(part: list[int]) -> str:
+        lengths.append(len(part))
+        return decode(part)
+
+    monkeypatch.setattr(piece_text, "decode", watched)
+    shown = "".join(streamed(piece_text, ids))
+
+    assert shown == whole
+    assert max(lengths) < 100
+
+
 def test_special_tokens_give_no_text(byte_text: Text) -> None:
     ids = [IM_START, *b"hi", EOS]
 

@@ -12,13 +12,26 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from runner_kit import random_tokens
 
+from kvtier.kernels import reference
 from kvtier.kernels.cpu import build
-from kvtier.kernels.ops import BuildError, choose_kernels
+from kvtier.kernels.ops import BuildError, Format, choose_kernels
 from kvtier.tier.identity import root_key
+from kvtier.tier.page import PageFormat
+from kvtier.tier.recipe import Recipe
 from kvtier.workers import model_files
+from kvtier.workers.formats import layout_of
 from kvtier.workers.model_files import convert_gguf, load_tensors, resolve_model, weights_fingerprint
-from kvtier.workers.runner import Runner, SequenceRows, StepBatch, fixed_tiles, load_runner
+from kvtier.workers.runner import (
+    GroupPages,
+    Runner,
+    SequenceRows,
+    StepBatch,
+    eight_bit_format,
+    fixed_tiles,
+    load_runner,
+)
 
 
 def load(folder: Path, cache_dir: Path, **changes: Any) -> Runner:
@@ -43,8 +56,106 @@ def test_a_runner_says_what_it_serves(tiny_llama: Path, tmp_path: Path) -> None:
     assert runner.vocab_size == tiny_models.VOCAB and runner.max_context == 4096 and runner.eos_ids == ()
     assert runner.dtype == "float32" and runner.model_name == tiny_llama.name
     assert runner.arena.dtype == torch.uint8
-    assert runner.arena.shape == ((1 << 20) // runner.spec.nbytes, runner.spec.nbytes)
-    assert all(isinstance(v, str) and len(v) <= 200 for v in runner.root_fields.values())
+    page = runner.groups[0].specs[PageFormat.FP32].nbytes
+    assert runner.arena.shape == ((1 << 20) // page, page)
+    assert runner.groups[0].layers == (0, 1) and runner.groups[0].window == 0
+    assert runner.recipe == Recipe(PageFormat.FP32) and runner.raw_format is PageFormat.FP32
+    assert (runner.window, runner.sinks, runner.window_refusal, runner.l4_format) == (0, 0, "", None)
+    assert all(isinstance(v, str) and len(v) <= 200 for v in runner.root_fields().values())
+
+
+@pytest.mark.parametrize(
+    "name, recipe",
+    [
+        ("auto", Recipe(PageFormat.FP32)),
+        ("fp8", Recipe(PageFormat.FP8)),
+        ("int8", Recipe(PageFormat.INT8)),
+        ("k8v4", Recipe(PageFormat.K8V4)),
+        ("int4", Recipe(PageFormat.INT4)),
+        ("int4c", Recipe(PageFormat.FP8, PageFormat.INT4C)),
+        ("timedecay", Recipe(PageFormat.FP8, PageFormat.INT4C, recent_tokens=112, sink_tokens=20)),
+    ],
+)
+def test_a_cache_formats_name_is_its_recipe_and_gives_pages_of_its_formats_alone(
+    tiny_llama: Path, tmp_path: Path, name: str, recipe: Recipe
+) -> None:
+    """Recent tokens are rounded up to whole pages."""
+    runner = load(tiny_llama, tmp_path, cache_format=name, recent_tokens=100, decay_sinks=20)
+
+    assert runner.recipe == recipe
+    specs = runner.groups[0].specs
+    assert set(specs) == {recipe.write, recipe.decayed} - {None}
+    uniform = len(specs) == 1
+    assert runner.arena.shape[1] == (specs[recipe.write].nbytes if uniform else 1024)
+
+
+def test_an_l4_format_has_pages_in_l1_too_where_they_are_made(tiny_llama: Path, tmp_path: Path) -> None:
+    runner = load(tiny_llama, tmp_path, l4_format="int4c")
+
+    assert runner.l4_format is PageFormat.INT4C and runner.recipe == Recipe(PageFormat.FP32)
+    assert set(runner.groups[0].specs) == {PageFormat.FP32, PageFormat.INT4C}
+    assert runner.arena.shape[1] == 1024
+
+
+def test_a_device_withouteight_bit_format_floats_writes_int8(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert eight_bit_format(torch.device("cuda")) is PageFormat.INT8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert eight_bit_format(torch.device("cuda")) is PageFormat.FP8
+
+
+def test_converted_pages_hold_what_their_sources_held(tiny_llama: Path, tmp_path: Path) -> None:
+    runner = load(tiny_llama, tmp_path, cache_format="int4c")
+    tokens = random_tokens(0, 16, tiny_models.VOCAB)
+    frames = np.array([40], np.int32)
+    rows = [SequenceRows(0, 16, 16, (GroupPages(frames),))]
+    runner.forward(StepBatch(tokens, np.arange(16, dtype=np.int32), rows, np.array([15], np.int32)))
+
+    runner.convert(0, frames, PageFormat.FP8, np.array([3], np.int32), PageFormat.INT4C)
+
+    group, arena = runner.groups[0], runner.arena
+    layout = layout_of(group, torch.float32, 1024, PageFormat.FP8)
+    for layer in range(2):
+        before = reference.read_pages(arena, layout, Format.FP8, layer, torch.tensor([40]))
+        after = reference.read_pages(arena, layout, Format.INT4C, layer, torch.tensor([3]))
+        for old, new in zip(before, after, strict=True):
+            assert 0 < (new - old).norm() < 0.15 * old.norm()
+
+
+def test_the_root_names_the_window_the_recipe_and_what_is_lossy(tiny_llama: Path, tmp_path: Path) -> None:
+    runner = load(tiny_llama, tmp_path, cache_format="timedecay")
+    kinds = {
+        "plain": runner.root_fields(),
+        "window": runner.root_fields(window=64),
+        "other window": runner.root_fields(window=128),
+        "sinks": runner.root_fields(window=64, sinks=4),
+        "lossy": runner.root_fields(lossy=True),
+        "uniform": load(tiny_llama, tmp_path, cache_format="fp8").root_fields(),
+        "recent": load(tiny_llama, tmp_path, cache_format="timedecay", recent_tokens=64).root_fields(),
+    }
+
+    assert len({root_key(fields) for fields in kinds.values()}) == len(kinds)
+    assert kinds["sinks"]["attention"].startswith("window 64, sinks 4")
+    assert {n for n in kinds["plain"] if kinds["plain"][n] != kinds["lossy"][n]} == {"recipe"}
+
+
+def test_a_models_own_window_is_the_root_of_requests_that_set_none(tmp_path: Path) -> None:
+    folder = tiny_models.make_tiny_mistral(tmp_path / "model", sliding_window=32)
+
+    runner = load(folder, tmp_path)
+
+    assert runner.groups[0].window == 32
+    assert runner.root_fields() == runner.root_fields(window=32) != runner.root_fields(window=16)
+    with pytest.raises(ValueError, match="model.window must be at most the model's own 32, got 48"):
+        load(folder, tmp_path, window=48)
+
+
+def test_a_default_window_is_kept_for_requests_that_set_none(tiny_llama: Path, tmp_path: Path) -> None:
+    runner = load(tiny_llama, tmp_path, window=64, sinks=4)
+
+    assert (runner.window, runner.sinks) == (64, 4)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +172,9 @@ def test_a_runner_says_what_it_serves(tiny_llama: Path, tmp_path: Path) -> None:
 def test_the_root_differs_when_a_pages_bytes_could(
     tiny_llama: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    before = load(tiny_llama, tmp_path).root_fields
-    again = load(tiny_llama, tmp_path).root_fields
-    after = load(tiny_llama, tmp_path, **change).root_fields
+    before = load(tiny_llama, tmp_path).root_fields()
+    again = load(tiny_llama, tmp_path).root_fields()
+    after = load(tiny_llama, tmp_path, **change).root_fields()
 
     assert root_key(before) == root_key(again)
     assert root_key(before) != root_key(after)
@@ -74,19 +185,19 @@ def test_sizes_of_this_worker_are_no_part_of_the_root(tiny_llama: Path, tmp_path
     one = load(tiny_llama, tmp_path)
     other = load(tiny_llama, tmp_path, l1_bytes=2 << 20, threads=2, max_batch_tokens=32, max_context=512)
 
-    assert one.root_fields == other.root_fields
+    assert one.root_fields() == other.root_fields()
 
 
 def test_other_weights_behind_the_same_name_are_another_root(tmp_path: Path) -> None:
     """The file keeps its size: only content and times tell."""
     folder = tiny_models.make_tiny_llama(tmp_path / "model")
-    before = load(folder, tmp_path).root_fields
+    before = load(folder, tmp_path).root_fields()
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
-    after = load(folder, tmp_path).root_fields
+    after = load(folder, tmp_path).root_fields()
 
     assert {name for name in before if before[name] != after[name]} == {"weights"}
 
@@ -116,6 +227,17 @@ def test_weights_are_read_once_and_their_digest_is_remembered(
         ({"max_context": 5000}, "max_context 5000 is more than the model's 4096"),
         ({"l1_bytes": 1000}, "L1 of 1000 bytes holds 0 pages"),
         ({"native": "maybe"}, "native kernels must be auto, off or require"),
+        ({"cache_format": "fp4"}, "cache.format must be one of auto, fp8, .*, got 'fp4'"),
+        (
+            {"cache_format": "fp8", "page_tokens": 8},
+            "fp8 needs pages of at least 16 tokens, page_tokens is 8",
+        ),
+        ({"cache_format": "timedecay", "page_tokens": 4}, "timedecay needs pages of at least 16 tokens"),
+        ({"l4_format": "auto"}, "tiers.l4.format must be empty or one of fp8, .*, got 'auto'"),
+        ({"l4_format": "int4c", "page_tokens": 8}, "tiers.l4.format int4c needs pages of at least 16 tokens"),
+        ({"window": 8}, "model.window must be 0 or at least a page of 16 tokens, got 8"),
+        ({"sinks": 4}, "model.window must be 0 or at least a page of 16 tokens, got 0"),
+        ({"window": 32, "sinks": 33}, "model.sinks must be from 0 to the window of 32, got 33"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_its_value(
@@ -145,16 +267,16 @@ def test_a_hub_id_without_a_network_says_the_way_out(tmp_path: Path) -> None:
 def test_a_step_of_more_rows_than_promised_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     runner = load(tiny_llama, tmp_path)
     rows = np.zeros(65, np.int32)
-    frames = np.arange(5, dtype=np.int32)
+    pages = (GroupPages(np.arange(5, dtype=np.int32)),)
 
     with pytest.raises(ValueError, match="65 rows, at most 64 fit in a step"):
-        runner.forward(StepBatch(rows, rows, [SequenceRows(0, 65, 65, frames)], np.array([0], np.int32)))
+        runner.forward(StepBatch(rows, rows, [SequenceRows(0, 65, 65, pages)], np.array([0], np.int32)))
 
 
-def test_fixed_tiles_keep_each_row_and_its_context() -> None:
+def test_fixed_tiles_keep_each_row_its_context_and_its_pages_of_all_groups() -> None:
     ids = np.arange(20, dtype=np.int32)
-    frames = np.arange(4, dtype=np.int32)
-    sequences = [SequenceRows(0, 1, 9, frames), SequenceRows(1, 19, 50, frames)]
+    pages = tuple(GroupPages(np.arange(4, dtype=np.int32), window=w) for w in (0, 32))
+    sequences = [SequenceRows(0, 1, 9, pages), SequenceRows(1, 19, 50, pages)]
 
     tiles = list(fixed_tiles(StepBatch(ids, ids + 100, sequences, np.array([19], np.int32)), 16))
 
@@ -163,6 +285,7 @@ def test_fixed_tiles_keep_each_row_and_its_context() -> None:
         [(0, 1, 9), (1, 15, 46)],
         [(0, 4, 50)],
     ]
+    assert all(s.pages is pages for t in tiles for s in t.sequences)
     assert [len(t.logit_rows) for t in tiles] == [0, 16]
     assert tiles[1].token_ids[:4].tolist() == [16, 17, 18, 19] and not tiles[1].token_ids[4:].any()
 

@@ -18,7 +18,9 @@ from worker_kit import (
     PAGE_TOKENS,
     Slowed,
     caching,
+    flip_bit,
     keys,
+    page_sizes,
     serving,
     settle,
     sink_to_l3,
@@ -28,9 +30,7 @@ from worker_kit import (
 
 from kvtier.tier.base import Outcome
 from kvtier.tier.identity import root_key
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import Hello
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, TierName
+from kvtier.tier.page import TierName
 from kvtier.workers.api import EngineRequest, FinishReason, QueueFull, SamplingParams, WorkerStopped
 from kvtier.workers.runner import StepBatch
 
@@ -265,22 +265,6 @@ def test_a_damaged_page_in_l3_is_a_miss_and_is_dropped(roomy: Slowed, tmp_path: 
         assert service.stats().tiers[TierName.HOST].corrupt_pages == 1
 
 
-def flip_bit(socket_path: Path, runner: Slowed, depth: int) -> None:
-    """Damage the payload of the page at `depth` in L3, through a mapping of one's own."""
-    hello = Hello("vandal", "1", runner.spec.digest, runner.spec.nbytes, dict(runner.root_fields))
-    client = NodeClient.connect(socket_path, hello, lambda message: None, lambda: None)
-    for slot in range(client.welcome.slab_bytes // client.welcome.slot_bytes):
-        view = client.slot(slot)
-        try:
-            is_it = Envelope.unpack(view).depth == depth
-        except PageCorrupt:
-            is_it = False
-        if is_it:
-            view[HEADER_BYTES + 5] ^= 1
-        view.release()
-    client.close()
-
-
 def test_a_late_load_loses_to_recompute(roomy: Slowed, tmp_path: Path) -> None:
     p = prompt(100)
     with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
@@ -362,6 +346,14 @@ def test_pages_sealed_while_the_node_was_away_are_saved_when_it_comes(roomy: Slo
             assert client.generate(prompt(100)).cached == {"L3": 96}
             settle(client.worker, service)
         assert client.generate(prompt(100)).tokens == cold.tokens
+
+
+def test_what_is_to_be_saved_stays_bounded_while_no_node_comes(tiny_llama: Path, tmp_path: Path) -> None:
+    with serving(tiny_runner(tiny_llama, 8), tmp_path / "s", connected=False) as client:
+        for seed in range(30):
+            client.generate(prompt(110, seed), max_tokens=1)
+        client.worker.check()
+        assert client.worker.stats().tiers[TierName.HBM].evicted_pages > 100
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -603,7 +595,7 @@ def test_a_bad_request_is_refused_by_name(roomy: Slowed, request_: EngineRequest
 
 def test_a_request_that_l1_can_never_hold_is_refused(tiny_llama: Path) -> None:
     with serving(tiny_runner(tiny_llama, 4)) as client:
-        with pytest.raises(ValueError, match="need 5 pages of 16 tokens; L1 has 4"):
+        with pytest.raises(ValueError, match="need 5 pages of 16 tokens at once, 40960 bytes; L1 has 32768"):
             client.send(prompt(60), max_tokens=6)
         assert len(client.generate(prompt(60), max_tokens=5).tokens) == 5
 
@@ -748,7 +740,7 @@ def test_explain_names_a_page_size_that_differs(roomy: Slowed, tiny_llama: Path,
         client.generate(prompt(100))
         settle(client.worker, service)
     large = tiny_runner(tiny_llama, 64, page_tokens=64)
-    with caching(tmp_path, payload_bytes=large.spec.nbytes), serving(large, tmp_path / "s") as client:
+    with caching(tmp_path, page_bytes=page_sizes(large)), serving(large, tmp_path / "s") as client:
         name = client.send(prompt(100))
         client.result(name)
         told = client.worker.explain(name)
@@ -849,7 +841,7 @@ def test_listing_names_whose_and_which_page_it_is(roomy: Slowed) -> None:
             (0, TierName.HBM, "w0", PAGE_TOKENS),
             (1, TierName.HBM, "w0", PAGE_TOKENS),
         ]
-        assert mine[0].parent == mine[0].root == root_key(roomy.root_fields).hex()
+        assert mine[0].parent == mine[0].root == root_key(roomy.root_fields()).hex()
         assert mine[1].parent == mine[0].key
         assert client.worker.pages(tier=TierName.HOST) == []
         assert len(client.worker.pages(limit=3)) == 3

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvtier.cli import demo, doctor, generate, model, pages, up, watch
+from kvtier.cli import demo, doctor, generate, model, pages, quality, up, watch
 from kvtier.cli.common import CliError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ pages.register(app)
 model.register(app)
 doctor.register(app)
 demo.register(app)
+quality.register(app)
 
 
 @app.callback(invoke_without_command=True)

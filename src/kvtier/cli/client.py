@@ -131,6 +131,9 @@ class Client:
         logprobs: int = 0,
         n: int = 1,
         no_cache: bool = False,
+        lossy: bool = False,  # True: takes pages re-quantized for a lower tier where the exact ones are gone
+        window: int = 0,  # tokens that each token attends; 0: as the deployment is configured
+        sinks: int = 0,  # first tokens attended beside the window
         worker: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[Chunk]:
@@ -140,7 +143,9 @@ class Client:
             request_id=request_id,
             tenant=tenant,
             worker=worker,
-            cache=inference_pb2.CacheOptions(no_cache=no_cache),
+            cache=inference_pb2.CacheOptions(no_cache=no_cache, lossy=lossy),
+            window=window,
+            sinks=sinks,
             sampling=_message(
                 inference_pb2.Sampling,
                 max_tokens=max_tokens,
@@ -183,9 +188,12 @@ class Client:
         }
 
     def stats(self) -> dict[str, Any]:
-        """The object of `kvtier stats --json`: {"tiers": {"L1": {..}, ..}, "prompt_tokens": .., ..}."""
+        """The object of `kvtier stats --json`: {"tiers": {"L1": {..}, ..}, "prompt_tokens": .., ..}.
+
+        A tier's "saved" is 1 - "page_bytes" / "raw_bytes": what quantized pages save, 0 where there are none.
+        """
         reply = self._call(self._cache.Stats, cache_pb2.StatsRequest())
-        tiers = {name: _plain(reply.tiers[name]) for name in TIERS}
+        tiers = {name: _tier(reply.tiers[name]) for name in TIERS}
         return {"tiers": tiers} | {name: value for name, value in _plain(reply).items() if name != "tiers"}
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -198,15 +206,16 @@ class Client:
         }
 
     def lookup(self, prompt: Prompt, *, tenant: str = "") -> dict[str, Any]:
-        """{"prompt_tokens", "pages": [{"key", "start", "end", "tiers": [..]}]}: which pages of a prompt are held where,
-        up to the first that nobody holds."""
+        """{"prompt_tokens", "pages": [{"key", "start", "end", "tiers": [..], "variants": [..]}]}: which pages of a
+        prompt are held where and in which formats, up to the first that nobody holds."""
         request = _message(cache_pb2.LookupRequest, tenant=tenant, **_prompt(prompt))
         reply = self._call(self._cache.Lookup, request)
         return {"prompt_tokens": reply.prompt_tokens, "pages": [_plain(page) for page in reply.pages]}
 
     def pages_ls(self, *, tenant: str = "", tier: str = "", limit: int = 100) -> list[dict[str, Any]]:
         """One object per copy of a page: {"key", "tier", "owner", "tenant", "root", "parent", "variant", "depth",
-        "tokens", "nbytes", "uses", "idle_s", "pinned", "readers", "state"}; tenant is a name where it is known."""
+        "tokens", "nbytes", "uses", "idle_s", "pinned", "readers", "state", "made_from"}; tenant is a name where it is
+        known, made_from the variant that the copy was converted from ("": computed)."""
         request = _message(cache_pb2.ListPagesRequest, tenant=tenant, tier=tier, limit=limit)
         return [_plain(page) for page in self._call(self._cache.ListPages, request).pages]
 
@@ -368,9 +377,18 @@ def _outcome(number: cache_pb2.Outcome) -> str:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message's fields by name, with their defaults where unset; repeated strings as lists."""
-    return {
-        field.name: list(value) if field.is_repeated else value
-        for field in message.DESCRIPTOR.fields
-        for value in [getattr(message, field.name)]
-    }
+    """A message's fields by name, with their defaults where unset; repeated strings as lists, maps as dicts."""
+    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _tier(stats: cache_pb2.TierStats) -> dict[str, Any]:
+    saved = 1 - stats.page_bytes / stats.raw_bytes if stats.raw_bytes else 0.0
+    return _plain(stats) | {"saved": saved}
+
+
+def _value(message: Any, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if not field.is_repeated:
+        return value
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    return dict(sorted(value.items())) if is_map else list(value)

@@ -66,6 +66,28 @@ def generate(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither read nor leave cached pages.")
     ] = False,
+    lossy: Annotated[
+        bool,
+        typer.Option(
+            "--lossy",
+            help="Where exact pages are gone, take those that tiers.l4.format made smaller: more hits, slightly other text.",
+        ),
+    ] = False,
+    window: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Each token attends the latest TOKENS only: memory stays flat, and the text may run past the model's context"
+            " (up to 16,777,216 tokens). 0: as configured.",
+        ),
+    ] = 0,
+    sinks: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="With --window: the first TOKENS stay attended too. 4 keep most models fluent.",
+        ),
+    ] = 0,
     worker: Annotated[
         str, typer.Option(help="Id of the worker that takes the request first (`kvtier status`).")
     ] = "",
@@ -85,6 +107,7 @@ def generate(
       kvtier generate --chat 'Why is the sky blue?' --system prompt.txt
       kvtier generate --token-ids 1,2,3 --json
       cat letter.txt | kvtier generate --chat - --temperature 0.7 --seed 1
+      kvtier generate 'Once upon a time' --window 1024 --sinks 4 --ignore-eos --max-tokens 100000
     """
     asked = _prompt(prompt, token_ids, chat, system)
     with connected(endpoint, tls) as client:
@@ -107,6 +130,9 @@ def generate(
             logprobs=logprobs,
             n=n,
             no_cache=no_cache,
+            lossy=lossy,
+            window=window,
+            sinks=sinks,
             worker=worker,
             timeout_s=timeout,
         )

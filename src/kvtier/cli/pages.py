@@ -170,12 +170,13 @@ def verify(
 
 
 def _print_copies(rows: Sequence[dict[str, Any]]) -> None:
-    columns = ("key", "tier", "tenant", "depth", "tokens", "size", "uses", "idle", "state")
+    columns = ("key", "tier", "tenant", "format", "depth", "tokens", "size", "uses", "idle", "state")
     lines = [
         (
             row["key"][:_SHOWN_DIGITS],
             row["tier"],
             row["tenant"][:_SHOWN_DIGITS],
+            _format(row),
             str(row["depth"]),
             str(row["tokens"]),
             human_bytes(row["nbytes"]),
@@ -186,6 +187,10 @@ def _print_copies(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     ]
     out.print(table(None, columns, lines, right=("depth", "tokens", "size", "uses", "idle")))
+
+
+def _format(row: dict[str, Any]) -> str:
+    return f"{row['variant']} of {row['made_from']}" if row["made_from"] else str(row["variant"])
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOpti
     out.print(
         f"{now['endpoint']}  {model.get('name', '')} {model.get('dtype', '')}, {human_count(model.get('max_context', 0))} "
         f"tokens of context, pages of {model.get('page_tokens', 0)} tokens ({human_bytes(model.get('page_bytes', 0))})"
+        f"{_attention(model)}"
     )
     rows = [("node", node["id"], "", str(node["pid"]), "", _health(node)) for node in now["nodes"]]
     rows += [("worker", w["id"], w["node"], str(w["pid"]), w["role"], _health(w)) for w in now["workers"]]
@@ -51,6 +52,15 @@ def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOpti
     for node in now["nodes"]:
         for note in node.get("notes", ()):
             out.print(f"{node['id']}: {note}", style="yellow", soft_wrap=True, markup=False)
+
+
+def _attention(model: dict[str, Any]) -> str:
+    recipe = f", stored as {model['recipe']}" if model.get("recipe") else ""
+    if not model.get("window"):
+        return recipe
+    return (
+        f"{recipe}, window of {human_count(model['window'])} tokens and {human_count(model['sinks'])} sinks"
+    )
 
 
 def _health(row: dict[str, Any]) -> str:
@@ -66,13 +76,18 @@ def stats(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Hits by tier, what moved between tiers, and how full they are.
+    """Hits by tier, what moved between tiers, how full they are, and what quantized pages save.
+
+    "Used" is all that a tier has given out, "in pages" what the pages held take, and "unquantized" what the same pages
+    would take in the model's own numbers. "Converted" pages were written anew in another format; those that "left window"
+    are no longer attended by the stream that made them.
 
     \b
     Examples:
       kvtier stats
       kvtier stats --watch
       kvtier stats --json | jq .tiers.L3.hit_rate
+      kvtier stats --json | jq '.tiers.L1 | .page_bytes, .raw_bytes, .saved, .variants'
     """
     if watch:
         with (
@@ -102,6 +117,7 @@ def stats_view(now: dict[str, Any]) -> RenderableType:
     tiers = {name: now["tiers"][name] for name in TIERS if name in now["tiers"]}
     held = ("tier", "held in", "used", "of", "pages", "hit rate", "hit tokens", "looked up")
     moved = ("tier", "promoted", "demoted", "evicted", "corrupt", "in", "out", "load p50", "p99")
+    stored = ("tier", "in pages", "unquantized", "saved", "converted", "left window", "pages by format")
     prompt = now["prompt_tokens"]
     totals = (
         f"{human_count(now.get('requests', 0))} requests, {human_count(prompt)} prompt tokens: "
@@ -113,6 +129,8 @@ def stats_view(now: dict[str, Any]) -> RenderableType:
         table(None, held, [_held(name, tier) for name, tier in tiers.items()], right=held[2:]),
         Text(),
         table(None, moved, [_moved(name, tier) for name, tier in tiers.items()], right=moved[1:]),
+        Text(),
+        table(None, stored, [_stored(name, tier) for name, tier in tiers.items()], right=stored[1:6]),
         Text(),
         Text(totals),
     )
@@ -140,6 +158,19 @@ def _moved(name: str, tier: dict[str, Any]) -> tuple[str, ...]:
         human_bytes(tier["bytes_in"]),
         human_bytes(tier["bytes_out"]),
         *(f"{load:.2f} ms" if load else "-" for load in loads),
+    )
+
+
+def _stored(name: str, tier: dict[str, Any]) -> tuple[str, ...]:
+    formats = sorted(tier["variants"].items(), key=lambda entry: (-entry[1], entry[0]))
+    return (
+        name,
+        human_bytes(tier["page_bytes"]),
+        human_bytes(tier["raw_bytes"]),
+        share(tier["saved"]) if tier["raw_bytes"] else "-",
+        human_count(tier["converted_pages"]),
+        human_count(tier["dropped_pages"]),
+        ", ".join(f"{variant} {human_count(pages)}" for variant, pages in formats if pages) or "-",
     )
 
 

@@ -1,0 +1,59 @@
+"""What launch.py makes of a configuration before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_gemma3, make_tiny_llama
+
+from kvtier.cluster.config import Config, load_config
+from kvtier.cluster.launch import stored_pages
+from kvtier.tier.page import PageFormat, PageSpec
+
+
+def configured(*overrides: str) -> Config:
+    """The defaults but for these."""
+    return load_config(None, ("model.dtype=float32", *overrides))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of two heads of 16."""
+    return make_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def nbytes(*formats: PageFormat) -> list[int]:
+    """What pages of that model take."""
+    return sorted(PageSpec(2, 2, 16, 16, format).nbytes for format in formats)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "formats", "l4"),
+    [
+        ((), [PageFormat.FP32], None),
+        (("cache.format=k8v4",), [PageFormat.K8V4], None),
+        (("cache.format=timedecay",), [PageFormat.FP8, PageFormat.INT4C], None),
+        (("tiers.l4.format=int4c",), [PageFormat.FP32, PageFormat.INT4C], {"int4c"}),
+        (("cache.format=int8", "tiers.l4.format=int4c"), [PageFormat.INT8, PageFormat.INT4C], {"int4c"}),
+    ],
+)
+def test_the_node_hears_of_every_page_size_and_of_what_l4_keeps(
+    llama: Path, overrides: tuple[str, ...], formats: list[PageFormat], l4: set[str] | None
+) -> None:
+    sizes, variants = stored_pages(llama, configured(*overrides))
+
+    assert sizes == nbytes(*formats)
+    assert variants == l4
+
+
+def test_every_layer_group_has_its_own_page_size(tmp_path: Path) -> None:
+    sizes, _ = stored_pages(make_tiny_gemma3(tmp_path), configured("cache.format=timedecay"))
+
+    assert len(sizes) >= 3
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(llama: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        stored_pages(llama / "nowhere", configured())

@@ -1,0 +1,396 @@
+"""Pooled sequences: windows, layer groups, decay and lossy formats, against a model that knows what each row attends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_kit import Machine, expected, tenancy_of
+
+from kvtier.tier.page import PageFormat
+from kvtier.tier.recipe import ChainNeeds, Recipe, Window
+from kvtier.workers.api import FinishReason
+from kvtier.workers.sequence import Tenancy
+
+RAW, INT8, INT4C = PageFormat.FP32, PageFormat.INT8, PageFormat.INT4C
+
+
+@dataclass
+class Workload:
+    """A small machine, and requests that it accepts: (step, kind, prompt, max_tokens, n, cached)."""
+
+    made: Machine
+    requests: list[tuple[int, Tenancy, list[int], int, int, bool]]
+
+
+def workload(rng: Random) -> Workload:
+    page_tokens = rng.choice([1, 2, 4])
+    recipe = Recipe(RAW)
+    if rng.random() < 0.5:
+        recent, sinks = rng.choice([0, 4, 8]), rng.choice([0, 1, 4])
+        recipe = Recipe(INT8, INT4C, recent, sinks, stride_tokens=page_tokens * rng.choice([1, 2, 4]))
+    sizes: list[Mapping[PageFormat, int]] = [{recipe.write: rng.choice([2, 3, 4])}]
+    windows = [Window()]
+    if rng.random() < 0.4:
+        sizes.append({recipe.write: rng.choice([2, 3, 5])})
+        windows.append(Window(rng.randint(1, 12)))
+    has_lossy = rng.random() < 0.6
+    if not recipe.is_uniform or has_lossy:
+        sizes = [{**group, INT4C: rng.choice([1, 2])} for group in sizes]
+    kinds = kinds_of(rng, recipe, windows, has_lossy)
+    has_node = rng.random() < 0.7
+    made = Machine(
+        rng.randint(10, 150),
+        page_tokens,
+        max_batch_tokens=rng.randint(4, 40),
+        max_sequences=rng.randint(2, 4),
+        rng=rng,
+        has_node=has_node,
+        slots=rng.choice([0, 2, 100, 100]) if has_node else 0,
+        pages=tuple(sizes),
+        faults=rng.choice([0.0, 0.0, 0.3]),
+    )
+    shared = [rng.randrange(3) for _ in range(rng.randint(0, 40))]
+    requests = []
+    for _ in range(rng.randint(1, 8)):
+        kind = rng.choice(kinds)
+        head = shared[: rng.randint(0, len(shared))]
+        prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 20))]
+        max_tokens = rng.randint(1, 40)
+        try:
+            made.scheduler.check_fits(len(prompt), max_tokens, kind.needs)
+        except ValueError:
+            continue
+        requests.append((rng.randint(0, 30), kind, prompt, max_tokens, rng.randint(1, 3), rng.random() < 0.8))
+    return Workload(made, sorted(requests, key=lambda r: r[0]))
+
+
+def kinds_of(rng: Random, recipe: Recipe, windows: list[Window], has_lossy: bool) -> list[Tenancy]:
+    """The kinds of requests that one worker serves at once."""
+    exact = tenancy_of("exact", tuple(ChainNeeds(recipe, window) for window in windows))
+    kinds = [exact]
+    if has_lossy:
+        needs = tuple(ChainNeeds(recipe, window, any_variant=True) for window in windows)
+        kinds.append(tenancy_of("lossy", needs, exact, recipe.decayed or INT4C))
+    if len(windows) == 1:
+        for i in range(2):
+            tokens = rng.randint(1, 16)
+            window = Window(tokens, rng.randint(0, min(tokens, 6)))
+            kinds.append(tenancy_of(f"window {i}", (ChainNeeds(recipe, window),)))
+    return kinds
+
+
+def drive(load: Workload, *, meddle: bool) -> None:
+    """Submit and run all; with `meddle` requests are cancelled, pages pinned and removed, trees cleared meanwhile."""
+    made, rng = load.made, load.made.rng
+    cancelled = set()
+    trees: dict[bytes, Tenancy] = {}
+    for i, (step, kind, prompt, max_tokens, n, use_cache) in enumerate(load.requests):
+        while made.now < step and made.scheduler.unfinished:
+            made.step()
+            if meddle:
+                cancelled |= disturb(made, rng, trees)
+        kind = trees.get(kind.root, kind)
+        trees[kind.root] = kind
+        made.submit(str(i), prompt, max_tokens, n, use_cache, kind)
+    for _ in range(40 if meddle else 0):
+        if made.scheduler.unfinished:
+            made.step()
+            cancelled |= disturb(made, rng, trees)
+    for key in list(made.table.pinned):
+        made.table.unpin(key, made.now)
+    made.run()
+    for i, (_, _, prompt, max_tokens, n, _) in enumerate(load.requests):
+        for index in range(n):
+            if (str(i), index) in made.finished and (str(i), index) not in cancelled:
+                assert made.outputs[str(i), index] == expected(prompt, max_tokens, index)
+
+
+def disturb(made: Machine, rng: Random, trees: dict[bytes, Tenancy]) -> set[tuple[str, int]]:
+    """Something that people do; the sequences that it ended."""
+    table = made.table
+    alive = made.scheduler.active + made.scheduler.waiting
+    cached = [record.key for record, _ in table.cached()]
+    chance = rng.random()
+    if alive and chance < 0.1:
+        seq = rng.choice(alive)
+        made.end(seq, FinishReason.CANCELLED)
+        made.scheduler.check()
+        return {(seq.request.spec.request_id, seq.index)}
+    if cached and chance < 0.2:
+        table.pin(rng.choice(cached))
+    elif cached and chance < 0.3:
+        key = rng.choice(cached)
+        if not table.is_pinned(key):
+            table.remove(key, made.now)
+    elif table.pinned and chance < 0.4:
+        table.unpin(rng.choice(list(table.pinned)), made.now)
+    elif trees and chance < 0.45:
+        root = rng.choice(list(trees))
+        trees[root] = made.clear(trees[root])
+    made.scheduler.check()
+    return set()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_workload_ends_with_each_row_attending_what_its_recipe_and_window_say(seed: int) -> None:
+    drive(workload(Random(seed)), meddle=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_whatever_people_do_meanwhile_no_frame_is_lost(seed: int) -> None:
+    drive(workload(Random(seed)), meddle=True)
+
+
+def machine(needs: ChainNeeds, capacity: int = 400, **changes: float) -> tuple[Machine, Tenancy]:
+    shape = {"page_tokens": 4, "max_batch_tokens": 16, "max_sequences": 4, **changes}
+    sizes = {needs.recipe.write: 4, INT4C: 1}
+    return Machine(capacity, rng=Random(0), pages=(sizes,), **shape), tenancy_of("kind", (needs,))  # type: ignore[arg-type]
+
+
+STREAM = ChainNeeds(Recipe(RAW), Window(8, 2))
+DECAY = ChainNeeds(Recipe(INT8, INT4C, 4, 4, stride_tokens=8))
+
+
+def test_a_stream_holds_its_sinks_and_its_window_however_long_it_gets() -> None:
+    made, kind = machine(STREAM, has_node=False)
+    made.submit("a", [1] * 40, 300, tenancy=kind)
+
+    made.run()
+
+    chunk, window, sinks = 16 // 4, 8 // 4 + 1, 1
+    assert made.most_held <= sinks + window + chunk
+    assert made.table.dropped_pages > 70
+    assert made.table.counts.total() <= sinks + window + chunk
+
+
+def test_twenty_thousand_tokens_of_a_stream_cost_the_same_at_each_step() -> None:
+    """Pages, and Python objects beside keys and tokens, that a late step touches are those of an early one."""
+    made, kind = machine(STREAM, has_node=False)
+    seq = made.submit("a", [1] * 8, 20_000, tenancy=kind).sequences[0]
+    lookups = []
+    for _ in range(20_000):
+        step = made.scheduler.schedule(made.now, can_load=False, free_slots={})
+        made.table.take_ops()
+        (row,) = step.rows
+        made.scheduler.advance(row, made.now)
+        seq.append(row.start % 50, made.now)
+        lookups.append(
+            (seq.num_held, len(made.table.frames.records), len(seq.groups[0].run(seq.num_pages).frames))
+        )
+        if seq.ends_with(60):
+            break
+    made.scheduler.finish(seq, made.now)
+
+    assert seq.length == 20_008
+    assert max(lookups[15_000:]) == max(lookups[1000:2000])
+    made.scheduler.check()
+
+
+def test_pages_that_left_a_stream_stay_until_they_are_saved() -> None:
+    made, kind = machine(STREAM, has_node=True, slots=0)
+    made.submit("a", [1] * 40, 1, tenancy=kind)
+    made.run()
+    left = [record for record, is_held in made.table.cached() if record.leaves]
+    assert left and all(record.is_spent and not made.table.frames.is_held(record.frame) for record in left)
+
+    for record in left:
+        assert made.table.saved(record, True, made.now) is False
+
+    assert not any(made.table.is_cached(record) for record in left)
+
+
+def test_what_a_request_with_the_same_prompt_starts_from_stays_in_l1() -> None:
+    made, kind = machine(STREAM, has_node=False)
+    made.submit("a", [1] * 30, 60, tenancy=kind)
+    made.run()
+    again = made.submit("b", [1] * 30, 1, tenancy=kind)
+
+    made.run()
+
+    assert again.usage is not None
+    assert again.usage.cached_tokens["L1"] == 28
+    assert made.table.counts.total() < 12
+
+
+def test_a_stream_goes_on_from_where_an_earlier_one_ended() -> None:
+    for length in range(30, 38):
+        made, kind = machine(STREAM, has_node=False)
+        made.submit("a", [1] * 30, length - 29, tenancy=kind)
+        made.run()
+        turn = made.submit("b", [1] * 30 + made.outputs["a", 0] + [2] * 9, 1, tenancy=kind)
+
+        made.run()
+
+        assert turn.usage is not None
+        assert turn.usage.cached_tokens["L1"] == length // 4 * 4
+
+
+def test_pages_are_converted_once_and_only_when_the_recipe_says() -> None:
+    made, kind = machine(DECAY, has_node=False)
+    made.submit("a", [1] * 40, 9, tenancy=kind)
+    made.run()
+
+    pages = (47 // 8 * 8 - 4) // 4 - 1  # up to `recent` before the last boundary, without the sinks' page
+    assert made.table.converted_pages == pages
+    converted = [record for record, _ in made.table.cached() if record.made_from]
+    assert {record.depth for record in converted} == set(range(1, 1 + pages))
+    assert all(record.made_from == "int8" and record.format is INT4C for record in converted)
+
+    made.submit("b", [1] * 40, 9, tenancy=kind)
+    made.run()
+
+    assert made.table.converted_pages == pages
+
+
+def test_a_page_that_was_converted_goes_before_all_others() -> None:
+    made, kind = machine(DECAY, capacity=64, has_node=False)
+    made.submit("a", [1] * 40, 1, tenancy=kind)
+    made.run()
+    spent = [record for record, _ in made.table.cached() if record.is_spent]
+    assert spent and all(record.format is INT8 for record in spent)
+    kept = [record for record, _ in made.table.cached() if not record.is_spent]
+
+    made.submit("b", [2] * 32, 1, tenancy=kind)
+    made.run()
+
+    assert made.table.evicted_pages >= 3
+    assert sum(made.table.is_cached(record) for record in spent) == len(spent) - made.table.evicted_pages
+    assert all(made.table.is_cached(record) for record in kept)
+
+
+def test_a_sequence_whose_cached_pages_need_more_room_than_it_does_goes_on_without_them() -> None:
+    """The same pages under a recipe that lets none decay fill L1; converting them needs room that only they take."""
+    late = ChainNeeds(Recipe(INT8, INT4C, 1000, 0, stride_tokens=8))
+    made, kind = machine(late, capacity=48, has_node=False)
+    soon = tenancy_of("kind", (DECAY,))
+    made.submit("a", [1] * 48, 1, tenancy=kind)
+    made.run()
+    again = made.submit("b", [1] * 48, 1, tenancy=soon)
+
+    made.run()
+
+    assert again.usage is not None
+    assert again.usage.computed_tokens == 48
+
+
+def test_a_borrowed_frame_is_free_when_its_copy_ends() -> None:
+    made, _ = machine(DECAY, has_node=False)
+    frame = made.table.borrow(0, INT4C, 0.0)
+    assert frame is not None
+    assert made.table.used_bytes == 1
+    assert made.table.limbo == 1
+
+    made.table.end_copy(frame)
+
+    assert made.table.used_bytes == made.table.limbo == 0
+    made.scheduler.check()
+
+
+def test_a_size_that_starves_gets_a_slab_whose_pages_move_and_nothing_is_evicted_for_it() -> None:
+    made, _ = machine(ChainNeeds(Recipe(RAW)), capacity=160, has_node=False)  # 5 slabs of 8 raw pages
+    for i in range(9):
+        made.submit(str(i), [i] * 16, 1, use_cache=i % 2 == 0)
+    made.run()
+    cached = made.table.counts[0, RAW]
+    assert 24 > cached > 16
+
+    frames = [made.table.borrow(0, INT4C, made.now) for _ in range(60)]
+    made.do(made.table.take_ops())
+
+    assert None not in frames
+    assert made.table.evicted_pages == 0
+    for frame in frames:
+        assert frame is not None
+        made.table.end_copy(frame)
+    again = made.submit("again", [0] * 16, 1)
+    made.run()
+    assert again.usage is not None
+    assert again.usage.cached_tokens["L1"] == 15
+
+
+def test_a_lossy_request_takes_the_lossy_page_and_an_exact_one_never_does() -> None:
+    made, exact = machine(ChainNeeds(Recipe(RAW)))
+    needs = (ChainNeeds(Recipe(RAW), any_variant=True),)
+    lossy = tenancy_of("lossy", needs, exact, INT4C)
+    made.submit("a", [1] * 17, 1, tenancy=exact)
+    made.run()
+    while len(made.node) < 4:
+        made.end_saves(1.0)
+    for (key, format), page in list(made.node.items()):
+        del made.node[key, format]
+        page.format = INT4C
+        made.node[key, INT4C] = page
+    made.clear(exact)
+
+    taken = made.submit("b", [1] * 17, 1, tenancy=lossy)
+    made.run()
+    other = made.submit("c", [1] * 17, 1, tenancy=exact)
+    made.run()
+
+    assert other.usage is not None and taken.usage is not None
+    assert other.usage.computed_tokens == 17
+    assert taken.usage.cached_tokens["L3"] == 16
+    assert made.table.counts[0, INT4C] == 4
+
+
+def test_a_hybrid_loads_no_page_that_left_its_window() -> None:
+    needs = (ChainNeeds(Recipe(RAW)), ChainNeeds(Recipe(RAW), Window(8)))
+    kind = tenancy_of("hybrid", needs)
+    made = Machine(400, 4, 16, 4, Random(0), slots=100, pages=({RAW: 4}, {RAW: 2}))
+    made.submit("a", [1] * 41, 1, tenancy=kind)
+    made.run()
+    while len(made.node) < 20:
+        made.end_saves(1.0)
+    made.clear(kind)
+    again = made.submit("b", [1] * 41, 1, tenancy=kind)
+
+    made.run()
+
+    assert again.usage is not None
+    assert again.usage.cached_tokens["L3"] == 40
+    assert sorted(made.loaded_pages) == [*((0, page) for page in range(10)), (1, 8), (1, 9)]
+
+
+def test_fill_counts_cached_and_own_pages() -> None:
+    made, kind = machine(STREAM, has_node=False)
+    made.submit("a", [1] * 14, 4, tenancy=kind)
+    made.step()
+
+    pages, tokens = made.table.fill(made.scheduler.active)
+
+    assert (pages, tokens) == (4, 14)
+
+
+def test_a_request_that_fits_only_as_a_stream_is_taken_as_one() -> None:
+    made, _ = machine(STREAM, capacity=40)
+    made.scheduler.check_fits(1000, 1000, (STREAM,))
+
+    with pytest.raises(
+        ValueError, match="need 500 pages of 4 tokens at once, 2000 bytes; L1 has 40, cut in 4 parts"
+    ):
+        made.scheduler.check_fits(1000, 1001, (ChainNeeds(Recipe(RAW)),))
+
+
+def test_a_pinned_page_keeps_those_before_it() -> None:
+    made, kind = machine(STREAM, capacity=60, has_node=False)
+    made.submit("a", [1] * 12, 1, tenancy=kind)
+    made.run()
+    pages = sorted((record for record, _ in made.table.cached()), key=lambda record: record.depth)
+    assert made.table.pin(pages[-1].key) is True
+    assert made.table.is_pinned(pages[0].key)
+
+    made.submit("b", [2] * 36, 1, use_cache=True, tenancy=kind)
+    made.run()
+
+    assert all(made.table.is_cached(record) for record in pages)
+    assert made.table.remove(pages[0].key, made.now) is False
+    assert made.table.unpin(pages[-1].key, made.now) is True
+    assert not made.table.has(pages[0].key)
+    made.scheduler.check()

@@ -1,0 +1,197 @@
+"""What always holds of a node's cache, derived from scratch. Pure; tests call it after each event, the node when asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtier.tier.cache_state import CacheState
+from kvtier.tier.page import slot_bytes
+from kvtier.tier.records import HostCopy, SsdCopy, parent_key
+
+
+class CheckedState(CacheState):
+    """A CacheState that can tell whether its tables agree."""
+
+    def check(self) -> None:
+        """Re-derive every counter and table from scratch; AssertionError names what doesn't hold."""
+        self._check_slots()
+        self._check_readers()
+        self._check_transfers()
+        self._check_waiting()
+        self._check_pages()
+        self._check_ssd()
+        self._misses.check()
+        for order in (
+            *(o for orders in self._orders.values() for o in orders),
+            self._ssd_leaves,
+            self._ssd_inner,
+        ):
+            order.check()
+        assert not (self._drops or self._wipes or self._write_commands or self._answers or self._out)
+
+    def _check_slots(self) -> None:
+        """Each slot in use is granted, arriving or sealed, and exactly one of these."""
+        parts = (self._granted, self._arriving, self._copies)
+        assert sorted(slot for part in parts for slot in part) == sorted(self._slots.slots()), "slots leak"
+        for slot, worker in self._granted.items():
+            assert self._workers.get(worker.ref) is worker
+            assert worker.grants[slot].slot == slot
+        assert len(self._granted) == sum(len(w.grants) for w in self._live())
+        for worker in self._live():
+            assert +worker.stock == Counter(
+                slot_bytes(grant.payload_bytes) for grant in worker.grants.values()
+            )
+        generations = [grant.generation for worker in self._live() for grant in worker.grants.values()]
+        for slot, copy in self._copies.items():
+            generations.append(copy.grant.generation)
+            assert copy.grant.slot == slot and copy.grant.payload_bytes == copy.page.envelope.payload_bytes
+            assert copy.page.host is copy or copy.readers, "a copy that can't be found and isn't read"
+        assert len(set(generations)) == len(generations) and max(generations, default=0) <= self._generation
+        lasting = {
+            slot
+            for slot, copy in self._copies.items()
+            if copy.holds or (copy.page.host is copy and copy.page.pinned)
+        }
+        lasting |= self._granted.keys()
+        self._slots.check(lasting)
+        assert self._sizes == Counter(size for worker in self._live() for size in worker.sizes)
+        assert len(self._raw_payloads) <= self.limits.specs
+        has_slots = self._slots.capacity_bytes > 0
+        if (
+            has_slots
+            and len(self._sizes) == 1
+            and {self._slots.size(slot) for slot in lasting} <= self._sizes.keys()
+        ):
+            (size,) = self._sizes  # with several sizes a load may fail for want of room
+            assert self._slots.available(size) >= self._slots.spare_slots(size), "the spare slots are taken"
+
+    def _check_readers(self) -> None:
+        """Readers are exactly the leases, holds and transfers; only sealed copies have any."""
+        readers: Counter[HostCopy | SsdCopy] = Counter()
+        holds: Counter[HostCopy] = Counter()
+        for worker in self._live():
+            assert len(worker.requests) <= self.limits.requests_per_worker
+            for request_id, request in worker.requests.items():
+                assert request.request_id == request_id and request.worker is worker and not request.is_over
+                readers.update(request.leases.values())
+                readers.update(request.held.keys())
+                holds.update(request.held.keys())
+                for ref, load in request.waits.items():
+                    assert (request, ref) in load.waiters and load.page.load is load
+        readers.update(write.copy for write in self._writes.values())
+        readers.update(load.source for load in self._queue)
+        readers.update(load.source for load in self._reads.values())
+        readers.update(check.copy for check in self._checks.values())
+        copies: set[HostCopy | SsdCopy] = set(self._copies.values())
+        copies.update(page.ssd for page in self._pages.values() if page.ssd is not None)
+        copies.update(self._leaving)
+        assert readers.keys() <= copies, "a reader of what no tier holds"
+        for copy in copies:
+            assert copy.readers == readers[copy], "readers miscounted"
+            assert not isinstance(copy, HostCopy) or copy.holds == holds[copy]
+        assert all(copy.readers for copy in self._leaving)
+
+    def _check_transfers(self) -> None:
+        """Each arriving copy belongs to one transfer."""
+        assert len(self._reads) <= self.limits.reads and len(self._writes) <= self.limits.writes
+        assert len(self._checks) <= self.limits.verifies
+        assert self._read_bytes == sum(load.page.slot_bytes for load in self._reads.values())
+        assert self._write_bytes == sum(write.page.slot_bytes for write in self._writes.values())
+        assert len(self._reads) <= 1 or self._read_bytes <= self.max_read_bytes
+        assert len(self._writes) <= 1 or self._write_bytes <= self.max_write_bytes
+        assert self._queued_bytes == sum(load.page.envelope.payload_bytes for load in self._queue)
+        for slot, load in self._arriving.items():
+            assert load.grant is not None and load.grant.slot == slot
+            assert load.transfer is not None and self._reads[load.transfer] is load
+        assert len(self._arriving) == len(self._reads)
+        for load in [*self._queue, *self._reads.values()]:
+            if load.page.load is load:
+                assert load.page.host is None and load.page.ssd is load.source
+            else:
+                assert load.transfer is not None and not load.waiters, "an abandoned load is still waited for"
+            for request, ref in load.waiters:
+                assert request.waits[ref] is load
+        for load in self._queue:
+            assert load.waiters and load.transfer is None
+        assert self._writing == {write.page.id: write for write in self._writes.values()}
+        assert len(self._writing) == len(self._writes)
+        for page in self._to_write:
+            assert page.host is not None and page.ssd is None and self._pages[page.id] is page
+            assert self._sinks(page)
+
+    def _check_waiting(self) -> None:
+        """Nothing waits that could go on, and what waits for a slot can get one."""
+        waiting: set[int] = set()  # sizes of the slots that are waited for
+        for (worker, payload_bytes), count in self._wants.items():
+            assert count > 0 and not worker.fenced and self._workers[worker.ref] is worker
+            assert slot_bytes(payload_bytes) in worker.sizes
+            if not self._draining and self._room_to_grant(worker, payload_bytes) > 0:
+                waiting.add(slot_bytes(payload_bytes))
+        if self._queue and self._may_read(next(iter(self._queue)).page):
+            waiting.add(next(iter(self._queue)).page.slot_bytes)
+        for size in waiting:
+            assert self._slots.available(size) > 0, "a slot is waited for that will never come"
+            assert not self._has_victim(size), "a slot is waited for though one could be had"
+            if self._slots.passing_slots(size) == 0:
+                assert self._emptying is not None, "a size is waited for that nothing is emptied for"
+
+    def _has_victim(self, size: int) -> bool:
+        """Is there a copy of this size that could go from L3 now?"""
+        return any(
+            not copy.readers and not copy.page.pinned and self._may_lose(copy.page)
+            for copy in self._copies.values()
+            if copy.page.host is copy
+            and copy.page.slot_bytes == size
+            and not self._is_closed(copy.grant.slot)
+        )
+
+    def _is_closed(self, slot: int) -> bool:
+        return self._emptying is not None and self._slots.segment(slot) == self._emptying.segment
+
+    def _check_pages(self) -> None:
+        """Pages, their children and pins, and the orders they are evicted by."""
+        children: Counter[bytes] = Counter()
+        for page_id, page in self._pages.items():
+            assert page.id == page_id == (page.envelope.key, page.envelope.variant)
+            assert page.slot_bytes == slot_bytes(page.envelope.payload_bytes)
+            assert page.host is not None or page.ssd is not None, "a page that no tier holds"
+            parent = parent_key(page)
+            if parent is not None:
+                children[parent] += 1
+            if page.host is not None:
+                assert self._copies[page.host.grant.slot] is page.host
+                orders = self._orders[page.slot_bytes]
+                dirty = orders.dirty_inner if page.envelope.key in self._children else orders.dirty
+                order = orders.clean if page.ssd is not None else dirty
+                assert page.host_order is None or (page.host_order is order and page in order)
+                assert page.host_order or page.host.readers or page.pinned, (
+                    "a copy in L3 that can't be evicted"
+                )
+            if page.ssd is not None:
+                order = self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
+                assert page.ssd_order is None or (page.ssd_order is order and page in order)
+                assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
+        assert children == self._children
+        assert self._variants == Counter(variant for _, variant in self._pages)
+        pinned = [page for page in self._pages.values() if page.pinned]
+        assert self._pinned == len(pinned)
+        assert self._pins_to_come.keys() == {p for p in pinned if p.host is None or p.host.holds}
+        assert self._pinned_bytes == sum(page.slot_bytes for page in pinned) <= self._max_pinned_bytes()
+        assert all(self._pages[page.id] is page and page.ssd is not None for page in self._touched)
+        listed = sum(len(order) for orders in self._orders.values() for order in orders)
+        assert listed == sum(p.host_order is not None for p in self._pages.values())
+        held = [page.envelope for page in self._pages.values() if page.host is not None]
+        assert self._host_holds.pages == Counter((e.variant, e.spec_digest, e.payload_bytes) for e in held)
+
+    def _check_ssd(self) -> None:
+        """L4's slots are exactly those of its pages, of pages leaving, and of writes in flight."""
+        if self._ssd is None:
+            assert not (self._ssd_holds.pages or self._writes or self._to_write or self._leaving)
+            return
+        pages = [page for page in self._pages.values() if page.ssd is not None]
+        kinds = ((p.envelope.variant, p.envelope.spec_digest, p.envelope.payload_bytes) for p in pages)
+        assert self._ssd_holds.pages == Counter(kinds)
+        sealed = [page.ssd for page in pages if page.ssd is not None]
+        entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
+        assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
+        assert self._ssd.used_bytes == sum(e.slot_bytes for e in entries) <= self._ssd.capacity_bytes

@@ -1,0 +1,231 @@
+"""Our own forward of the Llama family: its weights, fused, and the step over pages in compiled code or in torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from kvtier.kernels.ops import (
+    Kernels,
+    KVLayout,
+    LlamaLayerWeights,
+    NativeKernels,
+    NativeLlama,
+    StepPlan,
+)
+from kvtier.workers.model import ModelShape, ModelStep, on_device, rope_settings
+from kvtier.workers.model_files import load_tensors
+from kvtier.workers.rope import Rope, Turns, rotate, spread
+
+_LEAN_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def lean_refusal(shape: ModelShape) -> str:
+    """Why our own forward can't run this model; "" when it can."""
+    config = shape.config
+    if shape.architecture not in _LEAN_ARCHITECTURES:
+        return f"architecture {shape.architecture} (known: {', '.join(_LEAN_ARCHITECTURES)})"
+    if len(shape.windows) > 1:
+        return "layers with and without a window"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"hidden_act {config['hidden_act']}"
+    if config.get("mlp_bias") or (shape.architecture.startswith("Llama") and config.get("attention_bias")):
+        return "biases on projections"
+    if shape.architecture.startswith("Qwen3") and config.get("attention_bias"):
+        return "biases on projections"
+    if rope_settings(config).get("partial_rotary_factor", 1.0) != 1.0 or config.get("partial_rotary_factor"):
+        return "rope on a part of each head"
+    return ""
+
+
+class LeanWeights:
+    """The weights of a Llama-family model in its compute dtype, read from its folder when asked for."""
+
+    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder = folder
+        self._tensors = load_tensors(folder)
+        self._dtype = dtype
+        self._device = device
+        self.num_layers = shape.num_layers
+        self.tied = shape.tied or "lm_head.weight" not in self._tensors
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor by its name. Raises ValueError when there is none."""
+        if name not in self._tensors:
+            raise ValueError(f"{self._folder} has no tensor {name}")
+        return self._tensors[name].to(device=self._device, dtype=self._dtype)
+
+    def _maybe(self, name: str) -> torch.Tensor | None:
+        return self.get(name) if name in self._tensors else None
+
+    def layer(self, index: int) -> LlamaLayerWeights:
+        """One layer, with q, k and v in one matrix."""
+        at = f"model.layers.{index}."
+        biases = [self._maybe(f"{at}self_attn.{x}_proj.bias") for x in "qkv"]
+        present = [b for b in biases if b is not None]
+        return LlamaLayerWeights(
+            attention_norm=self.get(at + "input_layernorm.weight"),
+            qkv=torch.cat([self.get(f"{at}self_attn.{x}_proj.weight") for x in "qkv"]),
+            qkv_bias=torch.cat(present) if len(present) == 3 else None,
+            q_norm=self._maybe(at + "self_attn.q_norm.weight"),
+            k_norm=self._maybe(at + "self_attn.k_norm.weight"),
+            out=self.get(at + "self_attn.o_proj.weight"),
+            mlp_norm=self.get(at + "post_attention_layernorm.weight"),
+            gate=self.get(at + "mlp.gate_proj.weight"),
+            up=self.get(at + "mlp.up_proj.weight"),
+            down=self.get(at + "mlp.down_proj.weight"),
+        )
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        return self.get("model.embed_tokens.weight")
+
+    @property
+    def head(self) -> torch.Tensor | None:
+        """[vocab, hidden]; None: the embedding."""
+        return None if self.tied else self.get("lm_head.weight")
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """[hidden]"""
+        return self.get("model.norm.weight")
+
+
+def load_rope(folder: Path, shape: ModelShape) -> Rope:
+    """The rope of a model, with the frequencies that transformers computes."""
+    settings = rope_settings(shape.config)
+    factor = 1.0
+    if settings["rope_type"] == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float) / shape.head_dim
+        frequencies = 1.0 / settings["rope_theta"] ** exponents
+    else:
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        config = AutoConfig.from_pretrained(folder)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
+    return Rope(frequencies, factor, own_window=shape.windows[0])
+
+
+class NativeModel:
+    """Our compiled forward of the Llama family."""
+
+    kind: Literal["lean", "transformers"] = "lean"
+    invariant = True
+    window_refusal = ""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: LeanWeights,
+        rope: Rope,
+        layout: KVLayout,
+        kernels: NativeKernels,
+        max_rows: int,
+    ) -> None:
+        self._rope = rope
+        self._llama = NativeLlama(
+            kernels,
+            layout,
+            layers=(weights.layer(i) for i in range(weights.num_layers)),
+            embedding=weights.embedding,
+            head=weights.head,
+            norm=weights.norm,
+            query_heads=shape.num_heads,
+            eps=shape.norm_eps,
+            intermediate=shape.intermediate,
+            max_rows=max_rows,
+        )
+
+    def forward(self, step: ModelStep, arena: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        plan = step.plans[0]
+        return self._llama.forward(
+            step.token_ids,
+            self._rope.rows(step.positions, plan),
+            plan,
+            arena,
+            step.logit_rows,
+            self._rope.sink_rows(step.positions, plan),
+        )
+
+    def close(self) -> None:
+        """See Model."""
+        self._llama.close()
+
+
+class LeanModel:
+    """Our forward of the Llama family in torch; owns its weights."""
+
+    kind: Literal["lean", "transformers"] = "lean"
+    invariant = False
+    window_refusal = ""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: LeanWeights,
+        rope: Rope,
+        layout: KVLayout,
+        kernels: Kernels,
+    ) -> None:
+        self._shape = shape
+        self._rope = rope
+        self._embedding, self._norm_weight = weights.embedding, weights.norm
+        self._head = self._embedding if weights.head is None else weights.head
+        self._layers = [weights.layer(i) for i in range(weights.num_layers)]
+        self._layout = layout
+        self._kernels = kernels
+
+    def close(self) -> None:
+        """See Model."""
+
+    def forward(self, step: ModelStep, arena: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        device, dtype = self._embedding.device, self._embedding.dtype
+        plan = step.plans[0]
+        ids, wanted = on_device(device, step.token_ids, step.logit_rows)
+        turns = spread(self._rope.rows(step.positions, plan), device, dtype)
+        back = self._rope.sink_rows(step.positions, plan)
+        sink_turns = None if back is None else spread(back, device, torch.float32)
+        x = F.embedding(ids, self._embedding)
+        for i, layer in enumerate(self._layers):
+            x = x + self._attend(
+                i, layer, self._norm(x, layer.attention_norm), turns, sink_turns, plan, arena
+            )
+            y = self._norm(x, layer.mlp_norm)
+            x = x + F.linear(F.silu(F.linear(y, layer.gate)) * F.linear(y, layer.up), layer.down)
+        return F.linear(self._norm(x[wanted], self._norm_weight), self._head).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: LlamaLayerWeights,
+        x: torch.Tensor,
+        turns: Turns,
+        sink_turns: Turns | None,
+        plan: StepPlan,
+        arena: torch.Tensor,
+    ) -> torch.Tensor:
+        s = self._shape
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, s.head_dim)
+        keys_end = s.num_heads + s.num_kv_heads
+        q, k, v = qkv[:, : s.num_heads], qkv[:, s.num_heads : keys_end], qkv[:, keys_end:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        q_sinks = None if sink_turns is None else rotate(q.float(), *sink_turns).to(q.dtype)
+        self._kernels.write_kv(k, v, arena, self._layout, plan, index)
+        out, _ = self._kernels.paged_attention(
+            q, arena, self._layout, plan, index, s.head_dim**-0.5, q_sinks=q_sinks
+        )
+        return F.linear(out.reshape(len(x), -1), layer.out)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self._shape.norm_eps)
+        return weight * y.to(x.dtype)

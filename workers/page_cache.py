@@ -1,0 +1,435 @@
+"""The cached pages of one worker's L1: finds room for more, lets the least wanted go, and what an administrator does.
+
+Pages of plain sequences lie in radix trees, those of all others in a pool. Pure: copies nothing, reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.tier.identity import TokenIds
+from kvtier.tier.page import PageFormat, PageKey, RootKey
+from kvtier.tier.prefix import Path, PrefixIndex
+from kvtier.workers.frames import Frames, Op, PageRecord, SaveState
+from kvtier.workers.page_pool import PagePool
+from kvtier.workers.sequence import Sequence
+
+GHOSTS = 16384  # keys of evicted pages remembered for `explain`; about 3 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """When a page left L1, and when it had been used last."""
+
+    evicted_s: float
+    last_use_s: float
+
+
+class PageCache:
+    """Owned by the step loop; `now` never goes back. `groups` are the bytes of a page by format, by layer group.
+
+    Room for a page is made, in this order: a free place; a slab of another size whose pages fit elsewhere, which move;
+    the cached page of any size that was used longest ago. So no size can keep a slab that another needs, and what
+    counts as held is all that can stand in a request's way.
+
+    `can_save` is the worker's to set: pages can be saved below L1.
+    """
+
+    def __init__(
+        self, num_units: int, unit_bytes: int, page_tokens: int, groups: tuple[Mapping[PageFormat, int], ...]
+    ) -> None:
+        self.page_tokens = page_tokens
+        self.groups = groups
+        self.frames = Frames(num_units, unit_bytes, [nbytes for group in groups for nbytes in group.values()])
+        self.index = PrefixIndex(page_tokens)
+        self.pool = PagePool()
+        self.ghosts: OrderedDict[PageKey, Ghost] = OrderedDict()
+        self.pinned: dict[PageKey, Path | list[PageRecord]] = {}  # by an administrator
+        self.evicted_pages = 0
+        self.dropped_pages = 0  # that had left a stream's window
+        self.converted_pages = 0
+        self.can_save = False
+        self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
+        self._max_pins = num_units // self.frames.slabs.sizes[-1] // 2
+        self._formats = tuple({format for group in groups for format in group})
+        self._in_tree: dict[PageKey, PageRecord] = {}
+        self._in_trees: tuple[PageFormat, int] | None = None  # format and size of pages in the radix trees
+        self._holding: dict[Sequence, None] = {}  # those whose pages must be followed where they move
+        self._users: Counter[RootKey] = Counter()  # sequences that give pages to a tree or take them from it
+        self._doomed: set[PageKey] = set()  # to be evicted as soon as nobody holds them
+        self._dead: set[RootKey] = set()  # cleared trees that still have users
+
+    # What is here
+
+    @property
+    def counts(self) -> Counter[tuple[int, PageFormat]]:
+        """Cached pages by layer group and format."""
+        counts = +self.pool.counts
+        if self._in_trees is not None and self.index.num_pages:
+            counts[0, self._in_trees[0]] += self.index.num_pages
+        return counts
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.frames.slabs.num_units * self.frames.unit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the frames that aren't free."""
+        return self.frames.slabs.used_units * self.frames.unit_bytes
+
+    @property
+    def limbo(self) -> int:
+        """Frames of nobody that a copy keeps from being free."""
+        return self.frames.limbo
+
+    @property
+    def copies_in_flight(self) -> int:
+        """Copies from or into frames; 0 when idle."""
+        return self.frames.copies_in_flight
+
+    def start_copy(self, frame: int) -> None:
+        """A copy from or into the frame begins: it is neither free nor moved before `end_copy`."""
+        self.frames.start_copy(frame)
+
+    def end_copy(self, frame: int) -> None:
+        """The copy is over."""
+        self.frames.end_copy(frame)
+
+    def copies_of(self, frame: int) -> int:
+        """Copies from or into the frame under way."""
+        return self.frames.copies_of(frame)
+
+    def take_ops(self) -> list[Op]:
+        """What is to be done to the bytes of frames, in this order, before anything else touches them."""
+        return self.frames.take_ops()
+
+    def record(self, frame: int) -> PageRecord | None:
+        """The cached page in this frame."""
+        return self.frames.records.get(frame)
+
+    def is_cached(self, record: PageRecord) -> bool:
+        """The page hasn't left since."""
+        return self.frames.records.get(record.frame) is record
+
+    def records_of(self, key: PageKey) -> list[PageRecord]:
+        """The page of this key in each format that is here."""
+        if key in self._in_tree:
+            return [self._in_tree[key]]
+        return [record for format in self._formats if (record := self.pool.get(key, format)) is not None]
+
+    def has(self, key: PageKey) -> bool:
+        """The page is here, in some format."""
+        return bool(self.records_of(key))
+
+    def cached(self) -> Iterator[tuple[PageRecord, bool]]:
+        """Every cached page, and whether anyone holds it."""
+        for page in self.index.pages():
+            yield self.frames.records[page.frame], page.pinned
+        for record in self.pool.pages.values():
+            yield record, self.frames.is_held(record.frame)
+
+    # Room
+
+    def size_of(self, group: int, format: PageFormat) -> int:
+        """Units of a page."""
+        return self.frames.units(self.groups[group][format])
+
+    def has_room(self, missing: Mapping[int, int]) -> bool:
+        """Whether so many more pages, by size in units, fit beside all that somebody holds."""
+        slabs = self.frames.slabs
+        pages = Counter(slabs.used)
+        pages.update(missing)
+        for nbytes, count in self.pool.evictable.items():
+            pages[self.frames.units(nbytes)] -= count
+        if self._in_trees is not None:
+            pages[self._in_trees[1]] -= self.index.evictable_pages
+        return slabs.can_hold(pages)
+
+    def take(self, group: int, format: PageFormat, count: int, now: float) -> list[int]:
+        """At most `count` frames for one holder. Pages of other sizes may move, the given frames can't meanwhile."""
+        size = self.size_of(group, format)
+        self.must_wait = False
+        taken = self.frames.take(size, count)
+        while len(taken) < count and self._make_room(size, count - len(taken), now):
+            taken += self.frames.take(size, count - len(taken))
+        return taken
+
+    def borrow(self, group: int, format: PageFormat, now: float) -> int | None:
+        """A frame that is nobody's, with a copy into it started: it is free again when that ends."""
+        taken = self.take(group, format, 1, now)
+        if not taken:
+            return None
+        self.frames.start_copy(taken[0])
+        self.frames.let_go(taken[0])
+        return taken[0]
+
+    def drop(self, frame: int, now: float) -> None:
+        """A holder lets the frame go."""
+        record = self.frames.records.get(frame)
+        if self.frames.let_go(frame) and record is not None and record.is_pooled:
+            if record.key in self._doomed:
+                self._uncache(record, now)
+                if not self.has(record.key):
+                    self._doomed.discard(record.key)
+            elif record.leaves and not self._must_be_saved(record):
+                self._leave(record, now)
+            else:
+                self.pool.unheld(record, now)
+
+    def hold(self, record: PageRecord) -> None:
+        """One more holds a page of the pool."""
+        self.frames.hold(record.frame)
+        self.pool.held(record)
+
+    def saved(self, record: PageRecord, is_written: bool, now: float) -> bool:
+        """A save of the page is over. Whether the page is still cached: it may have stayed only to be saved."""
+        if not self.is_cached(record):
+            return False
+        record.save = SaveState.CLEAN if is_written else SaveState.DIRTY
+        if record.leaves and not self.frames.is_held(record.frame) and not self._must_be_saved(record):
+            self._leave(record, now)
+            return False
+        return True
+
+    def cache_in_pool(self, record: PageRecord) -> None:
+        """The page, in a frame that somebody holds, can be found from now on."""
+        self.frames.cache(record)
+        self.pool.add(record)
+
+    def cache_in_tree(self, record: PageRecord) -> None:
+        """The page, which the index has, can be found from now on, unless its tree is dead."""
+        self.frames.cache(record)
+        if self._in_trees is None:
+            self._in_trees = record.format, self.frames.units(record.nbytes)
+        if record.tree not in self._dead:
+            self._in_tree[record.key] = record
+
+    def _make_room(self, size: int, missing: int, now: float) -> bool:
+        other = self.frames.slabs.surplus(size)
+        if other is None:
+            return self._evict(missing, now)
+        moved = self.frames.empty_slab(other)
+        if moved is None:
+            self.must_wait = True
+            return False
+        self.index.follow(moved)
+        for seq in self._holding:
+            for pages in seq.groups:
+                pages.follow(moved)
+            if seq.load is not None:
+                seq.load.parts = {part: moved.get(frame, frame) for part, frame in seq.load.parts.items()}
+        return True
+
+    def _evict(self, missing: int, now: float) -> bool:
+        """Evict what was used longest ago; False when all that is cached is held."""
+        tree_s, pool_s = self.index.oldest_s, self.pool.oldest_s
+        if tree_s is None and pool_s is None:
+            return False
+        if pool_s is None or (tree_s is not None and tree_s <= pool_s):
+            is_only_size = pool_s is None and len(self.frames.slabs.sizes) == 1
+            self._uncache_tree(self.index.evict(missing if is_only_size else 1), now)
+        else:
+            self._uncache(self.pool.oldest(), now)
+        return True
+
+    def _must_be_saved(self, record: PageRecord) -> bool:
+        return self.can_save and record.save is not SaveState.CLEAN
+
+    def _leave(self, record: PageRecord, now: float) -> None:
+        self._uncache(record, now)
+        self.evicted_pages -= 1
+        self.dropped_pages += 1
+
+    def _uncache_tree(self, frames: list[int], now: float) -> None:
+        """These pages have left the radix trees."""
+        for frame in frames:
+            record = self.frames.records[frame]
+            if self._in_tree.get(record.key) is record:  # else it is of a dead tree
+                del self._in_tree[record.key]
+                self.ghosts[record.key] = Ghost(now, record.last_use_s)
+        self.frames.uncache(frames)
+        self._count_evicted(len(frames))
+
+    def _uncache(self, record: PageRecord, now: float) -> None:
+        """A page of the pool leaves; its frame is free once nobody holds it and no copy needs it."""
+        self.pool.remove(record)
+        if not self.has(record.key):
+            self.ghosts[record.key] = Ghost(now, record.last_use_s)
+        self.frames.uncache([record.frame])
+        self._count_evicted(1)
+
+    def _count_evicted(self, pages: int) -> None:
+        self.evicted_pages += pages
+        while len(self.ghosts) > GHOSTS:
+            self.ghosts.popitem(last=False)
+
+    # Users of trees
+
+    def _enter_tree(self, tree: RootKey) -> None:
+        self._users[tree] += 1
+
+    def _leave_tree(self, tree: RootKey, now: float) -> None:
+        self._users[tree] -= 1
+        if not self._users[tree]:
+            del self._users[tree]
+        if tree in self._dead:
+            self._bury(tree, now)
+        for key in list(self._doomed):
+            if self.remove(key, now) is None:
+                self._doomed.discard(key)
+
+    def _bury(self, tree: RootKey, now: float) -> int:
+        """Evict what nobody holds of a dead radix tree; pages that somebody does."""
+        removed = self.index.clear(tree)
+        self._uncache_tree(removed.frames, now)
+        if tree not in self._users:
+            self._dead.discard(tree)
+        return removed.pinned_pages
+
+    # Administration
+
+    def is_dead(self, tree: RootKey) -> bool:
+        """The tree was cleared: its last pages go with their holders."""
+        return tree in self._dead
+
+    def pin(self, key: PageKey) -> bool | None:
+        """Keep a page, and all before it that are here, from eviction; None when it isn't here, False past the bound."""
+        records = self.records_of(key)
+        if not records:
+            return None
+        if key in self.pinned:
+            return True
+        if len(self.pinned) >= self._max_pins:
+            return False
+        if records[0].is_pooled:
+            chain = self._pooled_chain(records)
+            for record in chain:
+                self.hold(record)
+            self.pinned[key] = chain
+        else:
+            path = self.index.match(records[0].tree, self._chain_tokens(records[0])).node
+            self.index.pin(path)
+            self.pinned[key] = path
+        return True
+
+    def unpin(self, key: PageKey, now: float) -> bool:
+        """Undo `pin`; False when the page isn't pinned."""
+        pinned = self.pinned.pop(key, None)
+        if pinned is None:
+            return False
+        if isinstance(pinned, Path):
+            self.index.unpin(pinned, now)
+        else:
+            for record in pinned:
+                self.drop(record.frame, now)
+        return True
+
+    def break_pins(self, now: float) -> int:
+        """Undo all of an administrator's pins, so that a request can go on; how many there were."""
+        keys = list(self.pinned)
+        for key in keys:
+            self.unpin(key, now)
+        return len(keys)
+
+    def is_pinned(self, key: PageKey) -> bool:
+        """An administrator's pin keeps the page, by itself or by a page behind it."""
+        records = self.records_of(key) if self.pinned else []
+        for pinned_key, pinned in self.pinned.items():
+            if isinstance(pinned, Path):
+                if any(not r.is_pooled and self._is_behind(pinned_key, r) for r in records):
+                    return True
+            elif any(record in pinned for record in records):
+                return True
+        return False
+
+    def remove(self, key: PageKey, now: float) -> bool | None:
+        """Evict a page, in a radix tree with what hangs on it; None when it isn't here, False when it waits for its
+        holders.
+        """
+        records = self.records_of(key)
+        if not records:
+            return None
+        for record in records:
+            if not record.is_pooled:
+                removed = self.index.remove(record.tree, self._chain_tokens(record))
+                assert removed is not None
+                self._uncache_tree(removed.frames, now)
+            elif not self.frames.is_held(record.frame):
+                self._uncache(record, now)
+        self._doomed.discard(key)
+        if not self.has(key):
+            return True
+        self._doomed.add(key)
+        return False
+
+    def clear(self, tree: RootKey, now: float) -> tuple[int, int]:
+        """Evict every page of a tree that is never matched again; (pages gone, pages whose holders still need them).
+
+        The latter can't be found any more, and go with their last holder.
+        """
+        for key in list(self.pinned):
+            if any(record.tree == tree for record in self.records_of(key)):
+                self.unpin(key, now)
+        self._dead.add(tree)
+        before, held = self.evicted_pages, 0
+        for record in [record for record, _ in self.cached() if record.tree == tree]:
+            if record.is_pooled:
+                held += self.frames.is_held(record.frame)
+                self._uncache(record, now)
+            else:
+                self._in_tree.pop(record.key, None)
+        pooled = held
+        held += self._bury(tree, now)
+        return self.evicted_pages - before - pooled, held
+
+    def _pooled_chain(self, records: list[PageRecord]) -> list[PageRecord]:
+        """These pages and, as far as the chain has no hole, all before them; the deepest first."""
+        chain: list[PageRecord] = []
+        while records:
+            chain += records
+            records = self.records_of(PageKey(records[0].parent)) if records[0].depth else []
+        return chain
+
+    def _is_behind(self, key: PageKey, record: PageRecord) -> bool:
+        """Whether the page `key` is `record`'s page or follows it in a chain of a radix tree."""
+        at = self._in_tree[key]
+        while at.depth > record.depth:
+            at = self._in_tree[PageKey(at.parent)]
+        return at is record
+
+    def _chain_tokens(self, record: PageRecord) -> TokenIds:
+        """Tokens of a page's chain in a radix tree, from its first page to it."""
+        chain = [record.tokens]
+        while record.depth:
+            record = self._in_tree[PageKey(record.parent)]
+            chain.append(record.tokens)
+        return np.frombuffer(b"".join(reversed(chain)), np.int32)
+
+    # Self-check
+
+    def check_cache(self, holders: Counter[int]) -> None:
+        """Re-derive every count; `holders` are the sequences' holds by frame. AssertionError where one differs."""
+        self.index.check()
+        for pinned in self.pinned.values():
+            if not isinstance(pinned, Path):
+                holders.update(record.frame for record in pinned)
+        self.frames.check(holders)
+        self.pool.check(self.frames.is_held)
+        records = self.frames.records
+        in_tree = {page.frame for page in self.index.pages()}
+        for frame, record in records.items():
+            assert record.is_pooled == (frame not in in_tree), f"frame {frame} is cached in the wrong place"
+        pooled = {id(record) for record in records.values() if record.is_pooled}
+        assert pooled == {id(record) for record in self.pool.pages.values()}, "pages of the pool"
+        assert in_tree <= records.keys(), "a page of a radix tree without a record"
+        assert +self.counts == Counter((r.group, r.format) for r in records.values()), (
+            "counts of cached pages"
+        )
+        for key, record in self._in_tree.items():
+            assert records[record.frame] is record and record.key == key, "a key names another page"
