@@ -220,6 +220,11 @@ class Config(_Section):
             )
         if l4 and l4 not in _L4_FORMATS.get(cache, ()):
             raise ValueError(_l4_sentence(cache, l4))
+        if l4 and not self.tiers.l4.bytes:
+            raise ValueError(
+                f"tiers.l4.format {l4} is how L4 keeps pages, and tiers.l4.bytes 0 turns L4 off: "
+                "leave the format empty, or give L4 bytes"
+            )
         if self.model.window and self.model.window < tokens:
             raise ValueError(
                 f"model.window must be at least a page's {tokens} tokens (page_tokens), or 0 for none, "

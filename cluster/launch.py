@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ _STOP_EXTRA_S = 15.0  # for closing what has been drained
 _POLL_S = 0.1
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB; no page bytes ever go there
 _NODE_ID = "node-0"
+_LATENT_FORMATS = ("auto", "fp8", "")  # what pages of latents can be
 
 
 class LaunchError(RuntimeError):
@@ -89,6 +91,8 @@ class Launched:
 
         `ray_started` is called once Ray runs: it has replaced the process's signal handlers by then.
         """
+        if refusal := latent_refusal(self._model, self._config):
+            raise LaunchError(refusal)
         progress("starting Ray")
         with ThreadPoolExecutor(1) as beside:
             loading = beside.submit(_load_classes, self._model, self._config)
@@ -262,6 +266,27 @@ def _load_classes(model: Path, config: Config) -> _Classes:
         return _Classes(Gateway, CacheNode, DecodeWorkerActor, *stored_pages(model, config))
     except (ValueError, OSError) as error:
         raise LaunchError(f"model {model}: {error}") from error
+
+
+def latent_refusal(model: Path, config: Config) -> str:
+    """Why a model that keeps latents can't have the configured formats; "" when it can, or keeps none.
+
+    Reads config.json alone, at once. What else is wrong with the model is found when it is loaded.
+    """
+    cache, l4 = config.cache.format, config.tiers.l4.format
+    try:
+        shape = json.loads((model / "config.json").read_text())
+        is_latent, name = bool(shape.get("kv_lora_rank")), (shape.get("architectures") or ["a model"])[0]
+    except (OSError, ValueError, AttributeError):
+        return ""
+    if not is_latent:
+        return ""
+    if cache not in _LATENT_FORMATS:
+        return f"cache.format {cache} can't be for {name}, which keeps latents: use auto or fp8"
+    if l4 not in _LATENT_FORMATS:
+        instead = "leave it empty" if cache == "fp8" else "use fp8, or leave it empty"
+        return f"tiers.l4.format {l4} can't be for {name}, which keeps latents: {instead}"
+    return ""
 
 
 def stored_pages(model: Path, config: Config) -> tuple[list[int], frozenset[str] | None]:

@@ -482,8 +482,9 @@ class Machine:
         if not self.has_node or not self.slots:
             return
         self.do(self.table.take_ops())
+        assert not any(record.is_put_off for record in self.table.take_due())
         for record, _ in list(self.table.cached()):
-            if record.save is SaveState.DIRTY and self.rng.random() < 0.5:
+            if record.save is SaveState.DIRTY and not record.is_put_off and self.rng.random() < 0.5:
                 record.save = SaveState.SAVING
                 self.table.start_copy(record.frame)
                 page = self.memory.read(record.frame).copy()

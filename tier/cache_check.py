@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from kvtier.tier.cache_state import CacheState
 from kvtier.tier.page import slot_bytes
-from kvtier.tier.records import HostCopy, SsdCopy, parent_key
+from kvtier.tier.records import HostCopy, Kind, Page, SsdCopy, kind_of, parent_key
 
 
 class CheckedState(CacheState):
@@ -19,10 +20,12 @@ class CheckedState(CacheState):
         self._check_transfers()
         self._check_waiting()
         self._check_pages()
+        self._check_superseded()
         self._check_ssd()
         self._misses.check()
         for order in (
             *(o for orders in self._orders.values() for o in orders),
+            self._ssd_superseded,
             self._ssd_leaves,
             self._ssd_inner,
         ):
@@ -162,13 +165,16 @@ class CheckedState(CacheState):
                 assert self._copies[page.host.grant.slot] is page.host
                 orders = self._orders[page.slot_bytes]
                 dirty = orders.dirty_inner if page.envelope.key in self._children else orders.dirty
-                order = orders.clean if page.ssd is not None else dirty
+                order = (
+                    orders.superseded if page.superseded else orders.clean if page.ssd is not None else dirty
+                )
                 assert page.host_order is None or (page.host_order is order and page in order)
                 assert page.host_order or page.host.readers or page.pinned, (
                     "a copy in L3 that can't be evicted"
                 )
             if page.ssd is not None:
-                order = self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
+                chain_order = self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
+                order = self._ssd_superseded if page.superseded else chain_order
                 assert page.ssd_order is None or (page.ssd_order is order and page in order)
                 assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
         assert children == self._children
@@ -180,18 +186,36 @@ class CheckedState(CacheState):
         assert all(self._pages[page.id] is page and page.ssd is not None for page in self._touched)
         listed = sum(len(order) for orders in self._orders.values() for order in orders)
         assert listed == sum(p.host_order is not None for p in self._pages.values())
-        held = [page.envelope for page in self._pages.values() if page.host is not None]
-        assert self._host_holds.pages == Counter((e.variant, e.spec_digest, e.payload_bytes) for e in held)
+        assert self._host_holds.keys == _kinds_by_key(p for p in self._pages.values() if p.host is not None)
+
+    def _check_superseded(self) -> None:
+        """What goes first has a page made from it here, and waits for L4 only while somebody reads it."""
+        made_from = {
+            (page.id[0], page.envelope.made_from): page.id
+            for page in self._pages.values()
+            if page.envelope.made_from
+        }
+        for page in self._pages.values():
+            if page.superseded:
+                assert not page.pinned and made_from.get(page.id, page.id) != page.id
+                assert page not in self._to_write or (page.host is not None and page.host.readers)
 
     def _check_ssd(self) -> None:
         """L4's slots are exactly those of its pages, of pages leaving, and of writes in flight."""
         if self._ssd is None:
-            assert not (self._ssd_holds.pages or self._writes or self._to_write or self._leaving)
+            assert not (self._ssd_holds.keys or self._writes or self._to_write or self._leaving)
             return
         pages = [page for page in self._pages.values() if page.ssd is not None]
-        kinds = ((p.envelope.variant, p.envelope.spec_digest, p.envelope.payload_bytes) for p in pages)
-        assert self._ssd_holds.pages == Counter(kinds)
+        assert self._ssd_holds.keys == _kinds_by_key(pages)
         sealed = [page.ssd for page in pages if page.ssd is not None]
         entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
         assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
         assert self._ssd.used_bytes == sum(e.slot_bytes for e in entries) <= self._ssd.capacity_bytes
+
+
+def _kinds_by_key(pages: Iterable[Page]) -> Counter[frozenset[Kind]]:
+    """How many keys have pages of which kinds."""
+    kinds: dict[bytes, set[Kind]] = {}
+    for page in pages:
+        kinds.setdefault(page.envelope.key, set()).add(kind_of(page.envelope))
+    return Counter(map(frozenset, kinds.values()))

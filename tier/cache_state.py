@@ -33,6 +33,7 @@ from kvtier.tier.records import (
     HostCopy,
     HostOrders,
     Job,
+    Kind,
     Limits,
     Load,
     Page,
@@ -40,6 +41,7 @@ from kvtier.tier.records import (
     SsdCopy,
     Worker,
     Write,
+    kind_of,
     parent_key,
 )
 from kvtier.tier.slots import HostSlots
@@ -99,6 +101,7 @@ class CacheState:
         self._ssd = ssd
         self._ssd_variants = ssd_variants  # those that go to L4; None: all
         self._ssd_holds = Holdings()
+        self._ssd_superseded: Lru[Page] = Lru()
         self._ssd_leaves: Lru[Page] = Lru()
         self._ssd_inner: Lru[Page] = Lru()
         self._leaving: dict[SsdCopy, None] = {}  # dropped from the catalogue, still being read
@@ -190,10 +193,13 @@ class CacheState:
             page.ssd = SsdCopy(entry)
             page.uses = entry.uses
             page.last_use = min(self._now, entry.last_use_s - self._wall_offset_s)
-            self._ssd_holds.add(page.envelope)
+            self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
             if page.content:
                 self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
         for page in self._pages.values():
+            original = self._original(page)
+            if original is not None and original.last_use <= page.last_use:
+                self._supersede(original)
             self._settle(page)
 
     def _mourn(self, lost: Sequence[CatalogueEntry]) -> None:
@@ -223,7 +229,7 @@ class CacheState:
         copy = HostCopy(page, grant, envelope)
         self._copies[grant.slot] = copy
         page.host = copy
-        self._host_holds.add(page.envelope)
+        self._host_holds.add(page.envelope, self._kinds_beside(page, TierName.HOST))
         if page.pinned:
             self._mark_lasting(copy)
         self._settle(page)
@@ -242,6 +248,9 @@ class CacheState:
         if not self._variants[page.id[1]]:
             del self._variants[page.id[1]]
         self._misses.left(page.id, reason, detail)
+        original = self._original(page)
+        if original is not None and original.superseded and not self._is_converted(original):
+            self._restore(original)
         parent = parent_key(page)
         if parent is not None:
             self._children[parent] -= 1
@@ -257,7 +266,7 @@ class CacheState:
     def _drop_host(self, page: Page) -> None:
         copy, page.host = page.host, None
         assert copy is not None
-        self._host_holds.remove(page.envelope)
+        self._host_holds.remove(page.envelope, self._kinds_beside(page, TierName.HOST))
         self._to_write.pop(page, None)
         self._settle(page)
         if page.pinned or copy.holds:
@@ -269,7 +278,7 @@ class CacheState:
         """The record goes now, the slot when its readers are gone."""
         copy, page.ssd = page.ssd, None
         assert copy is not None
-        self._ssd_holds.remove(page.envelope)
+        self._ssd_holds.remove(page.envelope, self._kinds_beside(page, TierName.SSD))
         self._drops.append(page.id)
         self._touched.pop(page, None)
         self._settle(page)
@@ -334,6 +343,8 @@ class CacheState:
     def _set_pinned(self, page: Page, pinned: bool) -> None:
         """Pin or unpin a page that is not so yet."""
         assert page.pinned != pinned
+        if pinned:
+            self._restore(page)
         page.pinned = pinned
         self._pinned += 1 if pinned else -1
         self._pinned_bytes += page.slot_bytes if pinned else -page.slot_bytes
@@ -431,19 +442,68 @@ class CacheState:
         if load.transfer is None:
             self._unqueue(load)
 
+    # ---- pages made from others ----------------------------------------------------------------------------
+
+    def _original(self, page: Page) -> Page | None:
+        """The page that this one was made from, where the node has it and it isn't wanted for itself.
+
+        Where L4 keeps formats of its own, every page is made into those, which says nothing of the original.
+        """
+        made_from = page.envelope.made_from
+        kept = self._ssd_variants
+        if made_from in ("", page.id[1]) or (kept is not None and not {made_from, page.id[1]} <= kept):
+            return None
+        return self._pages.get((page.id[0], made_from))
+
+    def _is_converted(self, page: Page) -> bool:
+        """Is a page here that was made from this one?"""
+        return any(self._original(other) is page for other in self._named(page.envelope.key))
+
+    def _supersede(self, page: Page) -> None:
+        """A page made from this one is here: until its next use it goes first, and not to L4."""
+        if not page.pinned and not page.superseded:
+            page.superseded = True
+            self._settle(page)
+
+    def _restore(self, page: Page) -> None:
+        """A use of the page, or the loss of what was made from it, makes it one like any other."""
+        if not page.superseded:
+            return
+        page.superseded = False
+        self._settle(page)
+        if page.host is not None:
+            self._queue_write(page)
+
+    def _queue_write(self, page: Page) -> None:
+        """Queue a page of L3 for L4, unless it is there, on its way, superseded, or never goes there."""
+        write = self._writing.get(page.id)
+        is_underway = page.ssd is not None or (write is not None and write.page is page)
+        if not (is_underway or page.superseded or self._quiesced) and self._sinks(page):
+            self._to_write[page] = None
+
+    def _kinds_beside(self, page: Page, tier: TierName) -> frozenset[Kind]:
+        """The kinds of the other pages of this page's key that a tier holds."""
+        return frozenset(
+            kind_of(other.envelope)
+            for other in self._named(page.envelope.key)
+            if other is not page and (other.host if tier is TierName.HOST else other.ssd) is not None
+        )
+
     # ---- the orders of eviction --------------------------------------------------------------------------------
 
     def _settle(self, page: Page) -> None:
         """Put the page's copies into the orders they are evicted by. Leaves of the forest of chains come before inner
         pages, so that what stays can still be found by its prefix; a clean copy in L3 is no loss, so any will do.
+        Superseded pages come before all: what was made from them has their place in the chain.
 
         A copy that turns out to be in use when its turn comes leaves its order, and is settled again after use.
         """
-        is_inner = page.envelope.key in self._children
         order: Lru[Page] | None = None
         if page.host is not None:
             orders = self._orders.get(page.slot_bytes) or self._orders_of(page.slot_bytes)
-            order = orders.clean if page.ssd is not None else orders.dirty_inner if is_inner else orders.dirty
+            order = orders[self._rank(page)]
+            if page.superseded and not page.host.readers:
+                self._to_write.pop(page, None)
         if order is not page.host_order:
             if page.host_order is not None:
                 page.host_order.discard(page)
@@ -452,13 +512,25 @@ class CacheState:
             page.host_order = order
         order = None
         if page.ssd is not None:
-            order = self._ssd_inner if is_inner else self._ssd_leaves
+            order = self._ssd_order(page)
         if order is not page.ssd_order:
             if page.ssd_order is not None:
                 page.ssd_order.discard(page)
             if order is not None:
                 order.add(page)
             page.ssd_order = order
+
+    def _rank(self, page: Page) -> int:
+        """Which of the orders of L3 a page belongs to."""
+        if page.superseded:
+            return 0
+        return 1 if page.ssd is not None else 2 + (page.envelope.key in self._children)
+
+    def _ssd_order(self, page: Page) -> Lru[Page]:
+        """The order of L4 that a page belongs to."""
+        if page.superseded:
+            return self._ssd_superseded
+        return self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
 
     def _settle_all(self, key: bytes) -> None:
         for variant in self._variants:
@@ -481,8 +553,8 @@ class CacheState:
         )
 
     def _may_lose(self, page: Page) -> bool:
-        """May a page that L4 lacks go from L3? Not while writes may soon leave clean ones to go instead."""
-        return page.ssd is not None or not self._writes or not self._sinks(page)
+        """May a page go from L3? One that L4 is to have waits while writes may soon leave clean ones."""
+        return page.ssd is not None or page.superseded or not self._writes or not self._sinks(page)
 
     def _room_to_grant(self, worker: Worker, payload_bytes: int) -> int:
         """Stocks take at most half of L3; of that each worker has its share, and of it each of its sizes."""
@@ -584,6 +656,8 @@ class CacheState:
 
     def _by_lru(self, page: Page, tier: TierName) -> str:
         idle_s = max(0.0, self._now - page.last_use)
+        if page.superseded:
+            return f"evicted from {tier} for a page made from it, idle {idle_s:.1f} s, at {self._wall()}"
         return f"evicted from {tier} by lru, score = idle {idle_s:.1f} s, at {self._wall()}"
 
     def _by_request(self, tier: TierName) -> str:

@@ -256,6 +256,9 @@ class Coordinator(HostRoom):
                 break
             if self._end_grant(worker, stored.grant):
                 copy = self._seal(worker, stored)
+                original = self._original(copy.page)
+                if original is not None:
+                    self._supersede(original)
                 if request is not None and copy not in request.held:
                     request.held[copy] = None
                     copy.readers += 1
@@ -275,6 +278,7 @@ class Coordinator(HostRoom):
         if page is not None and page.host is not None:
             self._slots.free(stored.grant.slot)
             page.last_use = self._now
+            self._restore(page)
             return page.host
         if page is not None and page.envelope.payload_bytes != stored.grant.payload_bytes:
             self._purge(page, "lost", wipe=False)  # no keys of ours name pages of two sizes
@@ -283,12 +287,12 @@ class Coordinator(HostRoom):
         if page is None:
             page = self._create(envelope, stored.content)
         page.last_use = self._now
+        self._restore(page)
         self._host_counters.demoted_pages += 1
         self._host_counters.bytes_in += page.envelope.payload_bytes
         copy = self._arrive(page, stored.grant, envelope)
         self._serve_waiters(page, copy, from_ssd=False)
-        if page.ssd is None and self._sinks(page) and not self._quiesced:
-            self._to_write[page] = None
+        self._queue_write(page)
         if stored.content and stored.depth == 0:
             self._misses.add_content(stored.tenant, stored.content, stored.root, page_id)
             if self._misses.unsaved >= self.limits.contents_unsaved:
@@ -332,6 +336,7 @@ class Coordinator(HostRoom):
             assert request is not None
             page.uses += 1
             page.last_use = self._now
+            self._restore(page)
             if page.ssd is not None:
                 self._touched[page] = None
             if page.host is not None:
@@ -559,7 +564,7 @@ class Coordinator(HostRoom):
         else:
             self._ssd_counters.demoted_pages += 1
             page.ssd = SsdCopy(write.entry)
-            self._ssd_holds.add(page.envelope)
+            self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
             self._settle(page)
         self._end_read(write.copy)
 
@@ -579,7 +584,8 @@ class Coordinator(HostRoom):
             place = self._ssd.alloc(size)
             if place is not None:
                 return place
-            page = self._ssd_victim(self._ssd_leaves) or self._ssd_victim(self._ssd_inner)
+            orders = (self._ssd_superseded, self._ssd_leaves, self._ssd_inner)
+            page = next((victim for order in orders if (victim := self._ssd_victim(order))), None)
             if page is None:
                 return None
             self._ssd_counters.evicted_pages += 1
@@ -731,10 +737,8 @@ class Coordinator(HostRoom):
         if self._ssd is None:
             return
         for copy in self._copies.values():
-            page = copy.page
-            is_done = page.host is not copy or page.ssd is not None or page.id in self._writing
-            if not is_done and self._sinks(page):
-                self._to_write[page] = None
+            if copy.page.host is copy:
+                self._queue_write(copy.page)
 
 
 def _envelope(stored: StoredPage) -> Envelope:

@@ -67,6 +67,9 @@ class Page:
     content: bytes = b""
     uses: int = 0
     pinned: bool = False
+    superseded: bool = (
+        False  # a page made from it came after its last use: first to be evicted, in both tiers
+    )
     host: HostCopy | None = None
     ssd: SsdCopy | None = None
     load: Load | None = None
@@ -87,16 +90,17 @@ class Page:
 class HostOrders:
     """The pages of one slot size in L3, in the orders they are evicted by; see `_settle`."""
 
+    superseded: Lru[Page] = field(default_factory=Lru)
     clean: Lru[Page] = field(default_factory=Lru)
     dirty: Lru[Page] = field(default_factory=Lru)
     dirty_inner: Lru[Page] = field(default_factory=Lru)
 
     def __iter__(self) -> Iterator[Lru[Page]]:
         """What goes first comes first."""
-        return iter((self.clean, self.dirty, self.dirty_inner))
+        return iter((self.superseded, self.clean, self.dirty, self.dirty_inner))
 
     def __getitem__(self, rank: int) -> Lru[Page]:
-        return (self.clean, self.dirty, self.dirty_inner)[rank]
+        return (self.superseded, self.clean, self.dirty, self.dirty_inner)[rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,32 +111,48 @@ class Emptying:
     slot_bytes: int
 
 
+Kind = tuple[str, bytes, int]  # variant, spec digest, payload bytes
+
+
+def kind_of(envelope: Envelope) -> Kind:
+    """What `Holdings` counts a page by."""
+    return envelope.variant, envelope.spec_digest, envelope.payload_bytes
+
+
 class Holdings:
-    """What a tier holds, counted by format and spec, and what it would take in the model's raw format."""
+    """What a tier holds, and what it would take in the model's raw format, where a key takes room once.
+
+    Keys are counted by the kinds of their pages here, which are few, so that no key is kept.
+    """
 
     def __init__(self) -> None:
-        self.pages: Counter[tuple[str, bytes, int]] = Counter()  # (variant, spec digest, payload bytes)
+        self.keys: Counter[frozenset[Kind]] = Counter()
 
-    def add(self, envelope: Envelope) -> None:
-        """A page came."""
-        self.pages[envelope.variant, envelope.spec_digest, envelope.payload_bytes] += 1
+    def add(self, envelope: Envelope, others: frozenset[Kind]) -> None:
+        """A page came; `others` are the kinds of the pages of its key that the tier holds besides."""
+        self._move(others, others | {kind_of(envelope)})
 
-    def remove(self, envelope: Envelope) -> None:
-        """A page left."""
-        kind = (envelope.variant, envelope.spec_digest, envelope.payload_bytes)
-        self.pages[kind] -= 1
-        if not self.pages[kind]:
-            del self.pages[kind]
+    def remove(self, envelope: Envelope, others: frozenset[Kind]) -> None:
+        """A page left; `others` are the kinds of the pages of its key that the tier still holds."""
+        self._move(others | {kind_of(envelope)}, others)
+
+    def _move(self, before: frozenset[Kind], after: frozenset[Kind]) -> None:
+        self.keys[after] += 1
+        self.keys[before] -= 1
+        if not self.keys[before]:
+            del self.keys[before]
+        self.keys.pop(frozenset(), None)
 
     def describe(self, counters: TierCounters, raw_payloads: Mapping[bytes, int]) -> None:
         """Put it into a tier's counters; a page of a spec without a known raw size counts as it is."""
         counters.variants = {}
         counters.pages = counters.page_bytes = counters.raw_bytes = 0
-        for (variant, spec, payload_bytes), pages in self.pages.items():
-            counters.pages += pages
-            counters.page_bytes += pages * payload_bytes
-            counters.raw_bytes += pages * raw_payloads.get(spec, payload_bytes)
-            counters.variants[variant] = counters.variants.get(variant, 0) + pages
+        for kinds, keys in self.keys.items():
+            counters.raw_bytes += keys * max(raw_payloads.get(spec, nbytes) for _, spec, nbytes in kinds)
+            for variant, _, payload_bytes in kinds:
+                counters.pages += keys
+                counters.page_bytes += keys * payload_bytes
+                counters.variants[variant] = counters.variants.get(variant, 0) + keys
 
 
 @dataclass(slots=True, eq=False)

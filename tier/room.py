@@ -51,10 +51,10 @@ class HostRoom(CheckedState):
     def _make_room(self, size: int, may_start: bool) -> bool:
         """Evict a page of this size, or a segment of another whose pages are all worth less.
 
-        Clean pages go first, dirty ones only while no write is about to end.
+        Superseded pages go first, then clean ones, dirty ones only while no write is about to end.
         """
         orders = self._orders.get(size)
-        for rank in range(3):
+        for rank in range(4):
             own = None if orders is None else self._oldest(orders, rank)
             if may_start and len(self._orders) > 1:
                 before = self._now if own is None else own.last_use
@@ -87,16 +87,12 @@ class HostRoom(CheckedState):
             copy = self._copies.get(slot)
             if copy is None or copy.readers or copy.page.host is not copy or not self._may_lose(copy.page):
                 return False
-            if copy.page.last_use > before or self._rank(copy.page) > rank:
+            if self._rank(copy.page) > rank or (copy.page.last_use > before and not copy.page.superseded):
                 return False
             pages.append(copy.page)
         for one in pages:
             self._evict_host(one)
         return True
-
-    def _rank(self, page: Page) -> int:
-        """Which of the orders a page of L3 is in."""
-        return 0 if page.ssd is not None else 1 + (page.envelope.key in self._children)
 
     def _begin_emptying(self, size: int) -> bool:
         """Where no slot of this size will come back by itself: let a segment of another size run empty.

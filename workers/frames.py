@@ -30,8 +30,9 @@ class SaveState(StrEnum):
 class PageRecord:
     """What is known of a cached page. `checksum` is b"" until it is taken.
 
-    `frame` is where it lies now: pages move. A page that `is_spent` has been converted, and one that `leaves` has left
-    a stream's window: both go before all others, the latter as soon as it needs not be saved any more.
+    `frame` is where it lies now: pages move. A page that `is_spent` has been converted, or has left a stream's window:
+    it goes before all others, and one that `leaves` as soon as nobody holds it and it needs not be saved any more. One
+    that `is_put_off` is a stream's own, and isn't saved before its sequence ends or is preempted.
     """
 
     frame: int
@@ -54,6 +55,7 @@ class PageRecord:
     last_use_s: float = 0.0
     is_spent: bool = False
     leaves: bool = False
+    is_put_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,9 @@ class Level1:
         for (group, format), pages in table.counts.items():
             counters.pages += pages
             counters.page_bytes += pages * self._nbytes[group][format]
-            counters.raw_bytes += pages * self._raw_nbytes[group]
             if pages:
                 counters.variants[format.value] = counters.variants.get(format.value, 0) + pages
+        counters.raw_bytes = sum(pages * self._raw_nbytes[group] for group, pages in table.distinct.items())
         return counters
 
     def pages(self, tenant: str | None, limit: int) -> list[PageInfo]:

@@ -50,7 +50,7 @@ class PageCache:
         self.ghosts: OrderedDict[PageKey, Ghost] = OrderedDict()
         self.pinned: dict[PageKey, Path | list[PageRecord]] = {}  # by an administrator
         self.evicted_pages = 0
-        self.dropped_pages = 0  # that had left a stream's window
+        self.dropped_pages = 0  # that had left a stream's window, or been converted
         self.converted_pages = 0
         self.can_save = False
         self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
@@ -72,6 +72,14 @@ class PageCache:
         if self._in_trees is not None and self.index.num_pages:
             counts[0, self._in_trees[0]] += self.index.num_pages
         return counts
+
+    @property
+    def distinct(self) -> Counter[int]:
+        """Cached pages by layer group, each once in whatever formats it is here."""
+        distinct = +self.pool.distinct
+        if self.index.num_pages:
+            distinct[0] += self.index.num_pages
+        return distinct
 
     @property
     def capacity_bytes(self) -> int:
@@ -239,7 +247,7 @@ class PageCache:
         return True
 
     def _must_be_saved(self, record: PageRecord) -> bool:
-        return self.can_save and record.save is not SaveState.CLEAN
+        return self.can_save and record.save is not SaveState.CLEAN and not record.is_put_off
 
     def _leave(self, record: PageRecord, now: float) -> None:
         self._uncache(record, now)

@@ -25,7 +25,9 @@ class PagePool:
     def __init__(self) -> None:
         self.pages: dict[tuple[PageKey, PageFormat], PageRecord] = {}
         self.counts: Counter[tuple[int, PageFormat]] = Counter()  # pages by layer group and format
+        self.distinct: Counter[int] = Counter()  # by layer group, each once in whatever formats it is here
         self.evictable: Counter[int] = Counter()
+        self._formats: Counter[PageKey] = Counter()  # in which a page is here
         self._spent: OrderedDict[PageRecord, None] = OrderedDict()
         self._unheld: OrderedDict[PageRecord, None] = OrderedDict()
 
@@ -38,6 +40,8 @@ class PagePool:
         assert (record.key, record.format) not in self.pages, "a page twice"
         self.pages[record.key, record.format] = record
         self.counts[record.group, record.format] += 1
+        self.distinct[record.group] += record.key not in self._formats
+        self._formats[record.key] += 1
 
     def held(self, record: PageRecord) -> None:
         """Somebody holds the page from now on, maybe one more."""
@@ -78,6 +82,10 @@ class PagePool:
         """Nobody finds the page any more."""
         del self.pages[record.key, record.format]
         self.counts[record.group, record.format] -= 1
+        self._formats[record.key] -= 1
+        if not self._formats[record.key]:
+            del self._formats[record.key]
+            self.distinct[record.group] -= 1
         self.held(record)
 
     def check(self, is_held: Callable[[int], bool]) -> None:
@@ -87,6 +95,9 @@ class PagePool:
         assert all(record.is_spent for record in self._spent), "a page goes first that isn't spent"
         assert not any(record.is_spent for record in self._unheld), "a spent page waits its turn"
         assert +self.counts == Counter((r.group, r.format) for r in self.pages.values()), "counts of pages"
+        groups = {record.key: record.group for record in self.pages.values()}
+        assert +self.distinct == Counter(groups.values()), "pages in whatever formats"
+        assert self._formats == Counter(key for key, _ in self.pages), "formats of pages"
         assert +self.evictable == Counter(record.nbytes for record in unheld), "evictable pages"
         uses = [record.last_use_s for record in self._unheld]
         assert uses == sorted(uses), "eviction order isn't by last use"

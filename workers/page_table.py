@@ -74,6 +74,16 @@ class PageTable(PageCache):
         made, self._pooled.converted = self._pooled.converted, []
         return made
 
+    @property
+    def has_due(self) -> bool:
+        """`take_due` would give some."""
+        return bool(self._pooled.due)
+
+    def take_due(self) -> list[PageRecord]:
+        """Cached pages, since this was called last, whose saving was put off until now."""
+        due, self._pooled.due = self._pooled.due, []
+        return due
+
     # A sequence's pages
 
     def adopt(self, seq: Sequence, now: float, limit: int = 1 << 30) -> None:

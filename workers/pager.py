@@ -118,9 +118,9 @@ class Pager:
     @property
     def is_quiet(self) -> bool:
         """Nothing in flight, and nothing left to save while there is somewhere to save it."""
-        if self.in_flight or any(
-            pages and self._link.can_save(size) for size, pages in self._unsaved.items()
-        ):
+        if self.in_flight or self._table.has_due:
+            return False
+        if any(pages and self._link.can_save(size) for size, pages in self._unsaved.items()):
             return False
         return not self._unmade or not self._link.can_save(self._variant_of(next(iter(self._unmade))).nbytes)
 
@@ -162,13 +162,14 @@ class Pager:
                 continue  # its sequence ended with this step, and the page was to go with it
             if self._memory is not None:
                 record.checksum = self._checksum(record)
-            if self._link.is_configured and not self._table.is_dead(record.tree):
-                self._to_save(record)
+            self._to_save(record)
         self.flush(now)
 
     def flush(self, now: float) -> None:
         """Start saving as many unsaved pages as there are slots for, the oldest first."""
         self._ops.run(self._table.take_ops())  # what is saved must lie where it is said to lie
+        for record in self._table.take_due():
+            self._to_save(record)
         pages: list[SavePage] = []
         for size, unsaved in self._unsaved.items():
             while unsaved and self._link.free_slots(size):
@@ -410,6 +411,9 @@ class Pager:
             self._copier.put([*jobs])
 
     def _to_save(self, record: PageRecord) -> None:
+        """Queue a page for the node, if there is one that is to have it; one that is put off comes again when it is due."""
+        if not self._link.is_configured or record.is_put_off or self._table.is_dead(record.tree):
+            return
         self._queue(self._unsaved[record.nbytes], record)
         if self._l4_format not in (None, record.format) and not record.made_from:
             self._queue(self._unmade, record)
@@ -551,8 +555,7 @@ class Pager:
         for record, _ in self._table.cached():
             if record.save is SaveState.CLEAN:
                 record.save = SaveState.DIRTY
-            if not self._table.is_dead(record.tree):
-                self._to_save(record)
+            self._to_save(record)
         self.flush(now)
 
     def _lose(self, number: int, now: float) -> None:

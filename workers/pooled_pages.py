@@ -43,6 +43,7 @@ class PooledPages:
 
     def __init__(self, cache: PageCache) -> None:
         self.converted: list[PageRecord] = []  # new pages, since they were asked for last
+        self.due: list[PageRecord] = []  # put off until now, since they were asked for last
         self._cache = cache
         self._page_tokens = cache.page_tokens
 
@@ -69,6 +70,7 @@ class PooledPages:
                 record = self._cache.record(int(pages.frames[page]))
                 if record is not None:
                     self._cache.pool.want(record)
+                    self._put_off_no_more(record)
 
     def fork(self, parent: Sequence, child: Sequence, now: float) -> bool:
         """Share the parent's computed pages; its partial tail is to be copied. False when there is no room for that."""
@@ -142,8 +144,9 @@ class PooledPages:
         """Let the pages go that rows from its position on don't attend, nor those behind its last full page.
 
         What leaves a stream has no claim to stay in L1, but for what a request with the same prompt starts from, and
-        what was asked for again before. What leaves one of several layer groups others attend still: it stays while
-        there is room.
+        what was asked for again before. Of its pages beyond the prompt only those are saved that it holds when it ends
+        or is preempted: a stream without end would fill all tiers with what nobody attends. What leaves one of several
+        layer groups others attend still: it stays while there is room.
         """
         tenancy, page_tokens = seq.request.tenancy, self._page_tokens
         full = seq.computed // page_tokens
@@ -162,7 +165,7 @@ class PooledPages:
             pages.first_page = max(pages.first_page, first)
 
     def release(self, seq: Sequence, now: float) -> None:
-        """Take all pages from a sequence, the deepest first."""
+        """Take all pages from a sequence, the deepest first; those whose saving was put off are due."""
         held = [(page, int(pages.frames[page])) for pages in seq.groups for page in pages.held()]
         for pages in seq.groups:
             pages.empty()
@@ -170,6 +173,9 @@ class PooledPages:
             held += [(page, frame) for (_, page, _), frame in seq.load.parts.items()]
             seq.load.parts = {}
         for _, frame in sorted(held, key=lambda part: -part[0]):
+            record = self._cache.record(frame)
+            if record is not None:
+                self._put_off_no_more(record)
             self._cache.drop(frame, now)
 
     # Room
@@ -266,7 +272,7 @@ class PooledPages:
                 load.cut(page, Missing(page, "no_room", f"L1 had no room for it as {wanted}"))
             else:
                 load.parts[group, page, wanted] = target
-                self._drop_spent(load.parts.pop((group, page, format)), now)
+                self._drop_spent(seq, group, page, load.parts.pop((group, page, format)), now)
 
     def loaded(self, seq: Sequence, now: float) -> int:
         """The load is over: take what of it makes the longest prefix, let the rest go. The pages of the prefix."""
@@ -385,7 +391,7 @@ class PooledPages:
                 return False
             source = int(pages.frames[page])
             pages.put(page, target, code)
-            self._drop_spent(source, now)
+            self._drop_spent(seq, group, page, source, now)
         pages.settled = end
         return True
 
@@ -397,6 +403,8 @@ class PooledPages:
         known = None if record is None else cache.pool.get(record.key, format)
         if known is not None:
             cache.hold(known)
+            if not self._is_put_off(seq, page):
+                self._put_off_no_more(known)
             return known.frame
         taken = cache.take(group, format, 1, now)
         if not taken:
@@ -418,12 +426,31 @@ class PooledPages:
             return seq.load.parts[group, page, write]
         return int(seq.groups[group].frames[page])
 
-    def _drop_spent(self, frame: int, now: float) -> None:
-        """Let a page go that the sequence has in another format now."""
+    def _drop_spent(self, seq: Sequence, group: int, page: int, frame: int, now: float) -> None:
+        """Let a page go that the sequence has in another format now.
+
+        It leaves L1, where requests that end earlier in the text would want it: they find it below. While nothing can
+        be saved there, what a request with the same prompt starts from stays as long as there is room.
+        """
         record = self._cache.record(frame)
         if record is not None:
+            prompt = (seq.request.prompt_tokens - 1) // self._page_tokens
+            recipe = seq.request.tenancy.needs[group].recipe
+            wanted = recipe.format_at(page, prompt * self._page_tokens, self._page_tokens)
+            is_start = page < prompt and wanted is recipe.write
+            record.leaves = self._cache.can_save or not is_start
             self._cache.pool.spend(record)
         self._cache.drop(frame, now)
+
+    def _is_put_off(self, seq: Sequence, page: int) -> bool:
+        """The page isn't saved while the sequence goes on: a stream's, beyond its prompt."""
+        is_prompt = (page + 1) * self._page_tokens <= seq.request.prompt_tokens
+        return seq.request.tenancy.is_stream and not is_prompt
+
+    def _put_off_no_more(self, record: PageRecord) -> None:
+        if record.is_put_off:
+            record.is_put_off = False
+            self.due.append(record)
 
     def _seal_page(self, seq: Sequence, group: int, page: int, now: float) -> PageRecord | None:
         write = seq.request.tenancy.needs[group].recipe.write
@@ -441,6 +468,8 @@ class PooledPages:
             self._cache.cache_in_pool(record)
             return record.frame
         self._cache.hold(known)
+        if not record.is_put_off:
+            self._put_off_no_more(known)
         self._cache.drop(record.frame, now)
         return known.frame
 
@@ -470,6 +499,7 @@ class PooledPages:
             depth=page,
             save=save,
             is_pooled=True,
+            is_put_off=save is SaveState.DIRTY and self._is_put_off(seq, page),
         )
 
     def _held_by_code(self, seq: Sequence, group: int) -> Counter[int]:

@@ -65,7 +65,7 @@ class Roots:
         if 0 < window < runner.page_tokens:
             raise ValueError(f"window must be at least a page, {runner.page_tokens} tokens, got {window}")
         if window and runner.window_refusal:
-            raise ValueError(f"window {window} can't be served: {runner.window_refusal}")
+            raise ValueError(f"window {window} can't be served: {runner.window_refusal}; leave window 0")
         own = runner.groups[0].window
         if own and window > own:
             raise ValueError(f"window {window} is more than the model's own {own}")
@@ -73,6 +73,9 @@ class Roots:
             window, sinks = runner.window, runner.sinks
         if window == own and not sinks:
             window = 0  # what the model does anyhow: one identity
+        if window > runner.max_context:
+            longest = runner.max_context
+            raise ValueError(f"window {window} is more than the context of {longest} tokens: at most that")
         return Kind(window, sinks, lossy and self.lossy_format is not None)
 
     def needs_of(self, kind: Kind) -> tuple[ChainNeeds, ...]:

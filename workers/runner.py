@@ -261,7 +261,7 @@ def _check_window(window: int, sinks: int, model: Model, own: int, page_tokens: 
     if not window and not sinks:
         return
     if model.window_refusal:
-        raise ValueError(f"model.window {window} can't be: {model.window_refusal}")
+        raise ValueError(f"model.window {window} can't be: {model.window_refusal}; leave it 0")
     if window < page_tokens:
         raise ValueError(f"model.window must be 0 or at least a page of {page_tokens} tokens, got {window}")
     if own and window > own:

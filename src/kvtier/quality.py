@@ -20,6 +20,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
+from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
 from kvtier.tier.recipe import DECAY_STRIDE_TOKENS, Recipe, Window
 from kvtier.workers.formats import CACHE_FORMATS, FORMAT_CODES, MIXED_UNIT_BYTES, LayerGroup, raw_format
 from kvtier.workers.model import layer_groups, read_shape
@@ -33,17 +34,19 @@ REFERENCE = "auto"
 FORMATS = tuple(name for name in CACHE_FORMATS if name != REFERENCE)
 LATENT_FORMATS = ("fp8",)  # what pages of latents can be
 MIN_CONTEXT = 32
+MAX_PAGE_TOKENS = 4096
 CHUNK_ROWS = (
     DECAY_STRIDE_TOKENS  # rows of a chunk see pages in the same formats: pages decay between chunks only
 )
 _PIECE_ROWS = 32  # rows compared at once: five numbers per token of the vocabulary and row are alive
 _FIRST_BUCKET = 128
+_LEAST_KL = 1e-6  # float32 logits of equal caches differ by about so much: less is drawn as this
 
 Progress = Callable[[str, int, int | None], None]
 
 
 class QualityError(ValueError):
-    """What was asked for can't be measured; the message names the value and what would be right."""
+    """What was asked for can't be measured; the message names the option, its value and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +115,60 @@ class Report:
         return asdict(self)
 
 
-def default_formats(settings: Settings) -> tuple[str, ...]:
-    """All formats that the model's cache can have. Raises ValueError for a model that isn't supported."""
-    return LATENT_FORMATS if read_shape(settings.model).is_latent else FORMATS
-
-
 def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
-    """The formats, each once. Raises QualityError."""
+    """The formats, each once, without the unquantized one that all are compared with. Raises QualityError."""
     for name in formats:
         if name not in CACHE_FORMATS:
-            raise QualityError(f"formats must be among {', '.join(CACHE_FORMATS)}, got {name!r}")
-    if not formats:
-        raise QualityError(f"no format to measure: name some of {', '.join(FORMATS)}")
-    return tuple(dict.fromkeys(formats))
+            raise QualityError(f"--formats must be among {', '.join(CACHE_FORMATS)}, got {name!r}")
+    found = tuple(name for name in dict.fromkeys(formats) if name != REFERENCE)
+    if formats and not found:
+        raise QualityError(
+            f"--formats {REFERENCE} is what the others are compared with: name some of {', '.join(FORMATS)}"
+        )
+    return found
+
+
+def check_numbers(settings: Settings) -> None:
+    """What can be said of the numbers before the model is known. Raises QualityError."""
+    tokens, context, page_tokens = settings.tokens, settings.context, settings.page_tokens
+    if context < MIN_CONTEXT:
+        raise QualityError(f"--context must be at least {MIN_CONTEXT}, got {context}")
+    if tokens < context:
+        smaller = f", or give a --context from {MIN_CONTEXT} to {tokens}" if tokens >= MIN_CONTEXT else ""
+        raise QualityError(
+            f"--tokens must be at least one context of {context} (--context), got {tokens}: raise it{smaller}"
+        )
+    if not MIN_QUANTIZED_PAGE_TOKENS <= page_tokens <= MAX_PAGE_TOKENS or page_tokens & (page_tokens - 1):
+        raise QualityError(
+            f"--page-tokens must be a power of two from {MIN_QUANTIZED_PAGE_TOKENS} to {MAX_PAGE_TOKENS}, "
+            f"got {page_tokens}"
+        )
+    cpus = len(os.sched_getaffinity(0))
+    if settings.threads > cpus:
+        raise QualityError(
+            f"--threads must be at most {cpus}, the CPUs that are there (0: the physical cores), "
+            f"got {settings.threads}"
+        )
+
+
+def formats_for(settings: Settings, formats: Sequence[str]) -> tuple[str, ...]:
+    """What to measure: `formats`, or all that the model's cache can have where none is named. Reads its config only.
+
+    Raises QualityError for what this model can't do, ValueError for a model that isn't supported.
+    """
+    shape = read_shape(settings.model)
+    if settings.context > shape.max_positions:
+        raise QualityError(
+            f"--context must be at most the model's {shape.max_positions} tokens, got {settings.context}"
+        )
+    possible = LATENT_FORMATS if shape.is_latent else FORMATS
+    for name in formats:
+        if name not in (REFERENCE, *possible):
+            raise QualityError(
+                f"--formats {name} can't be for {shape.architecture}, which keeps latents: "
+                f"use {' or '.join(possible)}"
+            )
+    return tuple(formats) or possible
 
 
 def read_contexts(texts: Sequence[tuple[str, str]], text: Text, settings: Settings) -> IntArray:
@@ -132,11 +176,8 @@ def read_contexts(texts: Sequence[tuple[str, str]], text: Text, settings: Settin
 
     What the tokenizer puts before a text stands before every context. Raises QualityError for too little text.
     """
+    check_numbers(settings)
     wanted = settings.tokens // settings.context
-    if settings.context < MIN_CONTEXT or not wanted:
-        raise QualityError(
-            f"context must be from {MIN_CONTEXT} to tokens ({settings.tokens}), got {settings.context}"
-        )
     head = text.encode("")
     cut = [_cut(name, text.encode(content), head, settings.context) for name, content in texts]
     turns = (context for turn in zip_longest(*cut) for context in turn if context is not None)
@@ -148,7 +189,7 @@ def _cut(name: str, ids: list[int], head: list[int], context: int) -> list[list[
     step = context - len(head)
     if len(body) < step:
         raise QualityError(
-            f"{name} has {len(ids)} tokens, fewer than a context of {context}: give a longer text or a smaller context"
+            f"{name} has {len(ids)} tokens, fewer than a context of {context}: give a longer text or a smaller --context"
         )
     return [head + body[at : at + step] for at in range(0, len(body) - step + 1, step)]
 
@@ -156,15 +197,15 @@ def _cut(name: str, ids: list[int], head: list[int], context: int) -> list[list[
 def run(settings: Settings, contexts: IntArray, formats: Sequence[str], progress: Progress) -> Report:
     """Measure the formats, one after the other; two copies of the weights are in memory at a time.
 
-    Raises QualityError, or ValueError for what the model can't do.
+    `formats` are at least one. Raises QualityError, or ValueError for what the model can't do.
     """
-    formats = check_formats(formats)
     context = contexts.shape[1]
     progress("loading the model", 0, None)
     reference = _load(settings, REFERENCE)
     try:
         raw_bytes = bytes_per_token(reference.groups, reference.recipe, settings.page_tokens, context)
         found: list[tuple[str, str, float, Samples]] = []
+        notes: list[str] = []
         for name in formats:
             progress(f"loading the model for {name}", 0, None)
             candidate = _load(settings, name)
@@ -172,6 +213,7 @@ def run(settings: Settings, contexts: IntArray, formats: Sequence[str], progress
                 nbytes = bytes_per_token(candidate.groups, candidate.recipe, settings.page_tokens, context)
                 samples = measure(reference, candidate, contexts, _ticker(progress, name))
                 found.append((name, str(candidate.recipe), nbytes, samples))
+                notes += _undecayed(name, candidate.recipe, settings.page_tokens, context)
             finally:
                 candidate.close()
         plain = found[0][3].of_reference()
@@ -185,7 +227,7 @@ def run(settings: Settings, contexts: IntArray, formats: Sequence[str], progress
             page_tokens=settings.page_tokens,
             reference=_summary(REFERENCE, str(reference.recipe), raw_bytes, plain, plain, raw_bytes),
             formats=tuple(_summary(*one, plain, raw_bytes) for one in found),
-            notes=_notes(settings, formats, context),
+            notes=tuple(notes),
         )
     finally:
         reference.close()
@@ -394,18 +436,28 @@ def _perplexity(nll: FloatArray) -> float:
     return float(np.exp(nll.mean()))
 
 
-def _notes(settings: Settings, formats: Sequence[str], context: int) -> tuple[str, ...]:
-    notes = []
-    if "timedecay" in formats and context <= settings.recent_tokens + CHUNK_ROWS:
-        notes.append(
-            f"timedecay: no token of a context of {context} is older than recent_tokens ({settings.recent_tokens}), so "
-            "nothing decayed; measure a longer context"
+def _undecayed(name: str, recipe: Recipe, page_tokens: int, context: int) -> list[str]:
+    """A note where no row of a context sees a decayed page."""
+    if recipe.decayed is None:
+        return []
+    # The first page that may decay ends here, and does at the next multiple of the stride that a row has as position.
+    oldest = (recipe.sink_pages(page_tokens) + 1) * page_tokens + recipe.recent_tokens
+    first_row = -(-oldest // recipe.stride_tokens) * recipe.stride_tokens
+    needed = first_row + 2  # the last token of a context is only predicted
+    if context >= needed:
+        return []
+    kept = ""
+    if recipe.recent_tokens or recipe.sink_tokens:
+        kept = (
+            f", but for the last recent_tokens ({recipe.recent_tokens}) and the first sink_tokens "
+            f"({recipe.sink_tokens})"
         )
-    if "int4c" in formats and context <= CHUNK_ROWS:
-        notes.append(
-            f"int4c: a context of {context} tokens is still in 8 bits; measure more than {CHUNK_ROWS} tokens"
+    return [
+        (
+            f"{name}: nothing decayed in a context of {context} tokens: pages do {recipe.stride_tokens} tokens at a"
+            f" time{kept}; measure a --context of {needed} or more"
         )
-    return tuple(notes)
+    ]
 
 
 def headline(report: Report) -> str:
@@ -485,7 +537,7 @@ def draw(report: Report, file: Path) -> None:
     by_position, by_size = figure.subplots(1, 2)
     spans = [f"{bucket.start}-{bucket.end}" for bucket in report.reference.by_position]
     for row in report.formats:
-        shown = [max(bucket.kl, 1e-9) for bucket in row.by_position]  # a logarithm needs more than 0
+        shown = [max(bucket.kl, _LEAST_KL) for bucket in row.by_position]
         by_position.plot(spans, shown, marker="o", label=row.format)
         by_size.plot(row.bytes_per_token, 100 * row.perplexity_change, "o")
         by_size.annotate(
@@ -494,6 +546,14 @@ def draw(report: Report, file: Path) -> None:
             textcoords="offset points",
             xytext=(6, 4),
         )
+    by_size.annotate(
+        REFERENCE,
+        (report.reference.bytes_per_token, 0),
+        textcoords="offset points",
+        xytext=(-6, 4),
+        ha="right",
+        color="gray",
+    )
     by_size.axhline(0, color="gray", linewidth=0.8)
     by_size.axvline(report.reference.bytes_per_token, color="gray", linewidth=0.8, linestyle="--")
     by_position.set(

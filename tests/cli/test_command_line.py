@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import subprocess
@@ -210,6 +211,7 @@ def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> N
         (["generate", "--token-ids", "1,x"], 2, "'1,x'"),
         (["generate", "--token-ids", "1", "--chat"], 2, "--chat"),
         (["generate", "hi", "--system", "/nowhere"], 1, "/nowhere"),
+        (["generate", "hi \udcff", "--endpoint", "h:1"], 2, "the prompt is no UTF-8 text: give it as UTF-8"),
         (["generate", "hi", "--tls", "/nowhere.pem"], 2, "/nowhere.pem"),
         (["generate", "hi", "--tls", "a,b"], 2, "'a,b'"),
         (["pages", "ls", "--tier", "L9"], 2, "L9"),
@@ -291,13 +293,24 @@ def test_prompts_come_as_text_chat_ids_and_stdin(
     assert client.asked["prompt"] == [user]
     run("generate", "hi", "--system", str(system), "--endpoint", "h:1")
     assert client.asked["prompt"] == [{"role": "system", "content": "Be brief."}, user]
-    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("from a pipe"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     run("generate", "-", "--endpoint", "h:1")
     assert client.asked["prompt"] == "from a pipe"
 
     code, out, _ = run("generate", "--token-ids", "1,2, 3", "--endpoint", "h:1")
     assert client.asked["prompt"] == [1, 2, 3]
     assert (code, out.split()) == (0, ["5", "6"])  # the model has no tokenizer, so ids come back
+
+
+def test_a_prompt_on_stdin_that_is_no_text_is_refused_with_the_way_out(
+    run: Any, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+
+    code, out, err = run("generate", "-", "--endpoint", "h:1")
+
+    assert (code, out) == (2, "")
+    assert err == "kvtier: the prompt is no UTF-8 text: give it as UTF-8, or its tokens with --token-ids\n"
 
 
 def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
@@ -27,7 +28,8 @@ from kvtier.quality import (
     Report,
     Settings,
     buckets,
-    default_formats,
+    check_formats,
+    formats_for,
     measure,
     read_contexts,
 )
@@ -209,8 +211,51 @@ def test_a_measurement_that_decays_nothing_says_so(settings: Settings, contexts:
 
     report = quality.run(short, contexts[:1, :128], ("timedecay", "int4c"), lambda *_: None)
 
-    assert ["timedecay" in note or "int4c" in note for note in report.notes] == [True, True]
-    assert "recent_tokens (1024)" in report.notes[0]
+    assert [note.partition(":")[0] for note in report.notes] == ["timedecay", "int4c"]
+    assert "recent_tokens (1024)" in report.notes[0] and "--context of 1154 or more" in report.notes[0]
+    assert "recent_tokens" not in report.notes[1] and "--context of 130 or more" in report.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "recent_tokens", "sink_tokens", "needed"),
+    [
+        ("int4c", 0, 0, 130),
+        ("timedecay", 64, 16, 130),
+        ("timedecay", 100, 0, 130),
+        ("timedecay", 112, 1, 258),
+    ],
+)
+def test_the_context_that_a_note_asks_for_is_the_shortest_that_decays(
+    settings: Settings,
+    contexts: quality.IntArray,
+    cache_format: str,
+    recent_tokens: int,
+    sink_tokens: int,
+    needed: int,
+) -> None:
+    """The cause may be the stride alone: a note that blames recent_tokens sends the user the wrong way."""
+
+    def measured(length: int) -> Report:
+        changed = replace(settings, context=length, recent_tokens=recent_tokens, sink_tokens=sink_tokens)
+        return quality.run(changed, contexts[:1, :length], ("fp8", cache_format), lambda *_: None)
+
+    short, enough = measured(needed - 1), measured(needed)
+
+    assert len(short.notes) == 1 and f"--context of {needed} or more" in short.notes[0]
+    assert short.formats[0].kl == short.formats[1].kl
+    assert enough.notes == ()
+    assert enough.formats[0].kl != enough.formats[1].kl
+
+
+def test_the_unquantized_cache_is_not_measured_twice(settings: Settings) -> None:
+    assert check_formats(["auto", "int8", "auto", "fp8", "int8"]) == ("int8", "fp8")
+    assert check_formats([]) == ()
+    assert formats_for(settings, ()) == FORMATS
+
+    with pytest.raises(
+        QualityError, match="--formats auto is what the others are compared with: name some of fp8"
+    ):
+        check_formats(["auto"])
 
 
 @pytest.mark.parametrize("make", [make_tiny_gemma3, make_tiny_deepseek_v2])
@@ -219,7 +264,7 @@ def test_layer_groups_and_latents_are_measured_too(
 ) -> None:
     short = replace(settings, model=make(tmp_path), context=200, recent_tokens=32)
     ids = np.random.default_rng(0).integers(0, VOCAB, (1, 200)).astype(np.int32)
-    formats = default_formats(short)
+    formats = formats_for(short, ())
 
     report = quality.run(short, ids, ("auto", *formats), lambda *_: None)
 
@@ -313,13 +358,36 @@ def test_the_table_says_what_each_format_costs(run: Any, model: Path, prose: Pat
     [
         (("nowhere.txt",), 1, "nowhere.txt: No such file"),
         (("short.txt", "--context", "2048"), 2, "short.txt has 100 tokens, fewer than a context of 2048"),
-        (("short.txt", "--formats", "fp8,fp4"), 2, "formats must be among auto, fp8, .*, got 'fp4'"),
-        (("short.txt", "--context", "8"), 2, r"context must be from 32 to tokens \(8192\), got 8"),
-        (("short.txt", "--context", "64", "--tokens", "63"), 2, r"tokens \(63\), got 64"),
-        (("short.txt", "--context", "64", "--page-tokens", "8"), 2, "at least 16 tokens.* 8"),
+        (("short.txt", "--formats", "fp8,fp4"), 2, "--formats must be among auto, fp8, .*, got 'fp4'"),
+        (("short.txt", "--formats", "auto"), 2, "--formats auto is what the others are compared with"),
+        (("short.txt", "--context", "8"), 2, "--context must be at least 32, got 8"),
+        (("short.txt", "--context", "0"), 2, "--context must be at least 32, got 0"),
+        (
+            ("short.txt", "--context", "8192", "--tokens", "8192"),
+            2,
+            "--context must be at most the model's 4096",
+        ),
+        (("short.txt", "--tokens", "-5"), 2, "--tokens must be at least one context .* got -5"),
+        (
+            ("short.txt", "--tokens", "200"),
+            2,
+            "--tokens must .* 2048 .*, got 200: raise it, or .* from 32 to 200",
+        ),
+        (("short.txt", "--tokens", "20"), 2, "--tokens must .* 2048 .*, got 20: raise it$"),
+        (
+            ("short.txt", "--page-tokens", "8"),
+            2,
+            "--page-tokens must be a power of two from 16 to 4096, got 8",
+        ),
+        (("short.txt", "--page-tokens", "24"), 2, "--page-tokens must be a power of two .* got 24"),
+        (("short.txt", "--threads", "99999"), 2, "--threads must be at most .* got 99999"),
         (("short.txt", "--plot", "q.jpg"), 2, "--plot writes a .png file, got q.jpg"),
+        (("short.txt", "--plot", "no/q.png"), 2, "--plot no/q.png: there is no folder no; make it"),
+        (("short.txt", "--plot", "short.txt/q.png"), 2, "--plot .*: there is no folder short.txt"),
+        (("short.txt", "--plot", "folder.png"), 2, "--plot folder.png: this is a folder"),
         (("short.txt", "--markdown", "q.txt"), 2, "--markdown writes a .md file, got q.txt"),
-        (("bytes.txt",), 1, "bytes.txt is no UTF-8 text"),
+        (("short.txt", "--markdown", "no/q.md"), 2, "--markdown no/q.md: there is no folder no; make it"),
+        (("bytes.txt",), 2, "bytes.txt is no UTF-8 text .byte 0.: save it as UTF-8"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -328,13 +396,43 @@ def test_a_mistake_is_one_line_that_names_it(
 ) -> None:
     (tmp_path / "short.txt").write_text("a" * 100)
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder.png").mkdir()
 
     got, out, err = run(*options, "--model", model)
 
     assert (got, out) == (code, "")
+    assert "loading the model" not in err
     last = err.splitlines()[-1]
     assert last.startswith("kvtier: ")
     assert re.search(named, last), last
+
+
+def test_formats_that_pages_of_latents_cannot_have_are_refused_before_the_model_loads(
+    run: Any, prose: Path, tmp_path: Path
+) -> None:
+    code, out, err = run(prose, "--model", make_tiny_deepseek_v2(tmp_path / "v2"), "--formats", "fp8,int4")
+
+    assert (code, out) == (2, "")
+    assert "--formats int4 can't be for DeepseekV2ForCausalLM, which keeps latents: use fp8" in err
+    assert "loading the model" not in err
+
+
+def test_numbers_are_told_although_a_file_cannot_be_written(
+    run: Any, model: Path, prose: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills while the text is measured must not take the numbers along."""
+
+    def full(report: Report, file: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(quality, "draw", full)
+    small = ("--context", 32, "--tokens", 32, "--formats", "int8", "--dtype", "float32", "--json")
+
+    code, out, err = run(prose, "--model", model, *small, "--plot", "q.png")
+
+    assert code == 1
+    assert json.loads(out)["formats"][0]["format"] == "int8"
+    assert "can't write q.png: No space left on device" in err.splitlines()[-1]
 
 
 def test_a_model_without_tokenizer_is_named(run: Any, prose: Path, tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: s
         (("cache.format=fp8", "tiers.l4.format=int8"), ["l4.format int8", "cache.format fp8", "use int4c"]),
         (("cache.format=int4c", "tiers.l4.format=int4c"), ["l4.format int4c", "leave it empty"]),
         (("cache.format=timedecay", "tiers.l4.format=fp8"), ["l4.format fp8", "timedecay", "leave it empty"]),
+        (
+            ("tiers.l4.format=int4c", "tiers.l4.bytes=0"),
+            ["l4.format int4c", "l4.bytes 0", "leave the format empty"],
+        ),
         (("model.window=64", "model.sinks=65"), ["sinks", "at most the window (64 tokens)", "65"]),
     ],
 )

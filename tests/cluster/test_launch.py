@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_models import make_tiny_gemma3, make_tiny_llama
+from tiny_models import make_tiny_deepseek_v3, make_tiny_gemma3, make_tiny_llama
 
 from kvtier.cluster.config import Config, load_config
-from kvtier.cluster.launch import stored_pages
+from kvtier.cluster.launch import Launched, LaunchError, latent_refusal, stored_pages
 from kvtier.tier.page import PageFormat, PageSpec
 
 
@@ -52,6 +52,46 @@ def test_every_layer_group_has_its_own_page_size(tmp_path: Path) -> None:
 
     assert len(sizes) >= 3
     assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("cache.format=timedecay",),
+            "cache.format timedecay can't be for DeepseekV3ForCausalLM, which keeps latents: use auto or fp8",
+        ),
+        (
+            ("tiers.l4.format=int4c",),
+            "tiers.l4.format int4c can't be for DeepseekV3ForCausalLM, which keeps latents: use fp8, or leave it empty",
+        ),
+        (
+            ("cache.format=fp8", "tiers.l4.format=int4c"),
+            "tiers.l4.format int4c can't be for DeepseekV3ForCausalLM, which keeps latents: leave it empty",
+        ),
+    ],
+)
+def test_formats_that_latents_cannot_have_are_refused_before_ray_starts(
+    tmp_path: Path, overrides: tuple[str, ...], sentence: str
+) -> None:
+    model = make_tiny_deepseek_v3(tmp_path / "v3")
+    steps: list[str] = []
+    launched = Launched(configured(*overrides), model, tmp_path, tmp_path)
+
+    with pytest.raises(LaunchError) as refused:
+        launched.start(lambda step, done=0, total=None: steps.append(step), lambda: None)
+
+    assert str(refused.value) == sentence
+    assert steps == []
+
+
+def test_formats_that_a_model_can_have_are_not_refused(llama: Path, tmp_path: Path) -> None:
+    latents = make_tiny_deepseek_v3(tmp_path / "v3")
+
+    assert latent_refusal(latents, configured("cache.format=fp8")) == ""
+    assert latent_refusal(latents, configured("tiers.l4.format=fp8")) == ""
+    assert latent_refusal(llama, configured("cache.format=timedecay")) == ""
+    assert latent_refusal(tmp_path / "nowhere", configured("cache.format=timedecay")) == ""
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(llama: Path) -> None:

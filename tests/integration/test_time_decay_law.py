@@ -110,7 +110,9 @@ def test_a_batchs_tokens_are_those_of_each_prompt_alone_wherever_its_pages_were(
         assert [result.tokens for result in batch] == [result.tokens for result in alone], what
     cached = {what: [result.cached for result in batch] for what, batch in results.items()}
     assert cached["cold"] == cached["other chunks"] == [{}] * len(PROMPTS)
-    assert all(set(found) == {"L1"} for found in cached["L1"])
+    # An answer that crossed a stride has let originals go that its prompt starts from: they are below.
+    assert all({"L1"} <= set(found) <= {"L1", "L3"} for found in cached["L1"])
+    assert [sum(found.values()) for found in cached["L1"]] == FOUND
     assert cached["L3"] == [{"L3": found} for found in FOUND]
     assert cached["L4"] == cached["restarted"] == [{"L4": found} for found in FOUND]
     assert corrupt >= len(PROMPTS)

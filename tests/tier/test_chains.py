@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
+import pytest
 from cache_world import (
     FP8,
     INT4C,
@@ -20,13 +22,16 @@ from cache_world import (
     stored_page,
     tenant_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.tier.base import Outcome
-from kvtier.tier.events import Clear, Evict, FromWorker, Pin, Send, Unpin, Verify
+from kvtier.tier.events import Clear, Drain, Evict, FromWorker, Pin, Send, Unpin, Verify
 from kvtier.tier.identity import root_key
 from kvtier.tier.messages import LoadFailed, Locate, Located, NewRoot, Stored
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
+from kvtier.tier.page import Envelope, PageKey, RootKey, TierName
+from kvtier.tier.records import Holdings, Limits
+from kvtier.tier.stats import TierCounters
 
 TENANT = "ada"
 SIZES: dict[Kind, int] = {(0, FP8): 3 * 4096, (0, INT4C): 4096, (1, FP8): 2 * 4096}
@@ -365,14 +370,177 @@ def test_tiers_say_what_their_pages_would_take_unquantized() -> None:
 
     held = 2 * SIZES[FULL] + SIZES[DECAYED]
     assert tiers[TierName.HOST].variants == {FP8: 2, INT4C: 1} and tiers[TierName.HOST].pages == 3
-    assert (tiers[TierName.HOST].page_bytes, tiers[TierName.HOST].raw_bytes) == (held, 2 * held)
+    assert (tiers[TierName.HOST].page_bytes, tiers[TierName.HOST].raw_bytes) == (held, 4 * SIZES[FULL])
     assert tiers[TierName.SSD].variants == {FP8: 3, INT4C: 1}
-    assert tiers[TierName.SSD].raw_bytes == 2 * (held + SIZES[FULL])
+    assert tiers[TierName.SSD].page_bytes == held + SIZES[FULL]
+    assert tiers[TierName.SSD].raw_bytes == 6 * SIZES[FULL], "three keys, one of them in two formats"
     after = World(32, 64, payloads=SIZES, recovered=list(world.catalogue.values()), disk=world.disk)
     before = after.node.snapshot().tiers[TierName.SSD]
-    assert before.raw_bytes == before.page_bytes == held + SIZES[FULL]  # no worker has said yet
+    assert before.raw_bytes == 3 * SIZES[FULL]  # no worker has said yet
     after.connect()
-    assert after.node.snapshot().tiers[TierName.SSD].raw_bytes == 2 * (held + SIZES[FULL])
+    assert after.node.snapshot().tiers[TierName.SSD].raw_bytes == 6 * SIZES[FULL]
+
+
+KINDS = [("bf16", b"a", 16), (FP8, b"b", 8), (INT4C, b"c", 5)]
+RAW_BYTES = {b"a": 16, b"b": 16, b"c": 16}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(KINDS)), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_a_key_takes_raw_bytes_once_whatever_it_is_held_in(
+    toggles: list[tuple[int, tuple[str, bytes, int]]],
+) -> None:
+    holdings, held, counters = Holdings(), set[tuple[int, tuple[str, bytes, int]]](), TierCounters()
+    for page in toggles:
+        key, kind = page
+        variant, spec, nbytes = kind
+        envelope = Envelope(
+            PageKey(bytes([key]) * 32), variant, spec, nbytes, b"", RootKey(ROOT), ROOT, b"", 0, PAGE_TOKENS
+        )
+        others = frozenset(k for other, k in held if other == key and k != kind)
+        (holdings.remove if page in held else holdings.add)(envelope, others)
+        held ^= {page}
+
+        holdings.describe(counters, RAW_BYTES)
+
+        assert counters.raw_bytes == 16 * len({key for key, _ in held})
+        assert counters.page_bytes == sum(nbytes for _, (_, _, nbytes) in held)
+        assert counters.variants == Counter(variant for _, (variant, _, _) in held)
+        assert counters.pages == len(held)
+
+
+# ---- what a page was made from goes first ------------------------------------------------------------------
+
+ALIKE: dict[Kind, int] = {FULL: 4096, DECAYED: 4096}  # one size: it alone decides nothing about who goes
+EXACT: dict[str, Any] = {"variant": FP8}
+
+
+def one_by_one(world: World, worker: SimWorker, pages: list[tuple[str, Kind]], *, sink: bool = True) -> None:
+    """Store first pages of chains, each a second after the other."""
+    for path, kind in pages:
+        world.want(worker, 1, kind)
+        made_from = FP8 if kind == DECAYED else ""
+        assert world.store(worker, TENANT, path, kind=kind, made_from=made_from) == 1
+        world.now += 1
+        if sink:
+            world.finish_all()
+
+
+def use(world: World, worker: SimWorker, path: str) -> list[tuple[int, str]]:
+    """A request reads an 8-bit page; what it got at once."""
+    chain = chain_of(chain_keys(TENANT, path), **EXACT)
+    got = found(world.locate(worker, "r", TENANT, path, chains=[chain]))
+    world.settle()
+    world.now += 1
+    return got
+
+
+def alike_world(num_slots: int, ssd_slots: int, **more: Any) -> tuple[World, SimWorker]:
+    world = World(num_slots, ssd_slots, payloads=ALIKE, host_segment_slots=1, segment_slots=1, **more)
+    return world, world.connect()
+
+
+OLD, HERE, SMALL = (key_of(TENANT, "o"), FP8), (key_of(TENANT, "a"), FP8), (key_of(TENANT, "a"), INT4C)
+THREE = [("o", FULL), ("a", FULL), ("a", DECAYED)]
+
+
+def goes_first(tier: TierName, *, then: str = "", **more: Any) -> set[tuple[bytes, str]]:
+    """Which of the THREE a tier with room for just them gives up for one page more, after a use of `then`."""
+    world, worker = alike_world(*((4, 32) if tier is TierName.HOST else (16, 3)), **more)
+    one_by_one(world, worker, THREE)
+    if then:
+        assert use(world, worker, then) == [(0, FP8)], "it is served while it is here"
+    for n in range(2):
+        before = world.held(tier)
+        one_by_one(world, worker, [(f"{n}", FULL)])
+        if gone := before - world.held(tier):
+            return gone
+    raise AssertionError("nothing went")
+
+
+@pytest.mark.parametrize("tier", [TierName.HOST, TierName.SSD])
+def test_the_original_of_a_decayed_page_goes_before_all_that_are_older(tier: TierName) -> None:
+    assert goes_first(tier) == {HERE}
+
+
+@pytest.mark.parametrize("tier", [TierName.HOST, TierName.SSD])
+def test_a_later_use_makes_an_original_a_page_like_any_other(tier: TierName) -> None:
+    assert goes_first(tier, then="a") == {OLD}
+
+
+def test_the_original_of_a_page_made_for_l4_alone_is_as_good_as_any() -> None:
+    world, worker = alike_world(4, 32, ssd_variants=frozenset({INT4C}))
+    one_by_one(world, worker, [("a", DECAYED), ("o", FULL), ("a", FULL), ("a", DECAYED)])
+    for n in range(3):
+        one_by_one(world, worker, [(f"{n}", FULL)])
+
+    assert OLD not in world.held(TierName.HOST) and HERE in world.held(TierName.HOST)
+
+
+def test_an_original_that_waits_for_l4_when_its_decayed_page_comes_is_not_written() -> None:
+    world, worker = alike_world(16, 32, limits=Limits(writes=1))
+    one_by_one(world, worker, THREE, sink=False)
+    world.finish_all()
+
+    assert world.held(TierName.SSD) == {OLD, SMALL} and HERE in world.held(TierName.HOST)
+    world.tell(Drain())
+    world.finish_all()
+    assert world.held(TierName.SSD) == {OLD, SMALL}
+
+
+def test_an_original_that_was_not_written_is_once_it_is_used() -> None:
+    world, worker = alike_world(16, 32, limits=Limits(writes=1))
+    one_by_one(world, worker, THREE, sink=False)
+    world.finish_all()
+
+    assert use(world, worker, "a") == [(0, FP8)]
+
+    assert world.held(TierName.SSD) == {OLD, HERE, SMALL}
+
+
+def test_an_original_that_a_request_holds_is_written() -> None:
+    world, worker = alike_world(16, 32, limits=Limits(writes=1))
+    one_by_one(world, worker, THREE[:1], sink=False)
+    world.want(worker, 2, FULL)
+    world.store(worker, TENANT, "a", kind=FULL, hold_for="r")
+    one_by_one(world, worker, THREE[2:], sink=False)
+    world.finish_all()
+
+    assert world.held(TierName.SSD) == {OLD, HERE, SMALL}
+
+
+def test_an_original_whose_decayed_page_is_lost_is_kept_like_any_other() -> None:
+    world, worker = alike_world(16, 32, limits=Limits(writes=1))
+    one_by_one(world, worker, THREE, sink=False)
+    world.locate(worker, "r", TENANT, "a", chains=[chain_of([SMALL[0]], decayed=INT4C, **EXACT)])
+
+    world.copied(worker, "r", [0], corrupt=[0])
+
+    world.finish_all()
+    assert world.held(TierName.SSD) == {OLD, HERE}
+
+
+def test_an_original_that_is_pinned_stays() -> None:
+    world, worker = alike_world(16, 32, limits=Limits(writes=1))
+    one_by_one(world, worker, THREE[:2], sink=False)
+    world.ask(Pin, (HERE[0],))
+    one_by_one(world, worker, THREE[2:], sink=False)
+    world.finish_all()
+
+    assert world.held(TierName.SSD) == {OLD, HERE, SMALL}
+
+
+def test_an_original_goes_first_also_after_a_restart() -> None:
+    world, worker = alike_world(16, 3)
+    one_by_one(world, worker, THREE)
+    kept = list(world.catalogue.values())
+    after = World(
+        16, 3, payloads=ALIKE, host_segment_slots=1, segment_slots=1, recovered=kept, disk=world.disk
+    )
+
+    one_by_one(after, after.connect(), [("n", FULL)])
+
+    assert {OLD, SMALL} < after.held(TierName.SSD) and HERE not in after.held(TierName.SSD)
 
 
 def test_further_roots_explain_misses_and_are_bounded() -> None:

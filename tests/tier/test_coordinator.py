@@ -871,6 +871,17 @@ class Actors:
             made_from=FP8 if kind[1] == INT4C else "",
         )
 
+    def decay(self, tenant: str, path: str, first: int) -> None:
+        """A page as it was written, and at once what was made from it."""
+        worker = self.worker("w0")
+        for kind, made_from in (((0, FP8), ""), ((0, INT4C), FP8)):
+            if kind in worker.payloads:
+                self.world.want(worker, 1, kind)
+                first %= len(path)
+                self.world.store(
+                    worker, tenant, path[: first + 1], first=first, kind=kind, made_from=made_from
+                )
+
     def store_stale(self, name: str, path: str) -> None:
         worker = self.worker(name)
         if worker.grants:
@@ -1018,6 +1029,10 @@ class Life(RuleBasedStateMachine):
     def stores(self, **how: Any) -> None:
         self.actors.store(**how)
 
+    @rule(tenant=tenants, path=paths, first=st.integers(0, 4))
+    def decays(self, **what: Any) -> None:
+        self.actors.decay(**what)
+
     @rule(name=names, path=paths)
     def stores_stale(self, name: str, path: str) -> None:
         self.actors.store_stale(name, path)
@@ -1139,6 +1154,7 @@ def test_busy_lives_break_nothing(seed: int) -> None:
     weighted: list[tuple[int, Callable[[], object]]] = [
         (10, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), None, True, which())),
         (3, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1]), request(), True, which())),
+        (6, lambda: actors.decay(whose(), chain(), rng.choice([0, 0, 1, 2]))),
         (1, lambda: actors.store_stale(who(), chain())),
         (1, lambda: actors.give_back(who())),
         (

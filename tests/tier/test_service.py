@@ -423,7 +423,7 @@ def test_small_pages_sink_rise_and_outlive_a_restart_beside_large_ones(tmp_path:
         made = {(info.variant, info.made_from) for info in service.pages("ada")}
         assert made == {(VARIANT, ""), (SMALL_VARIANT, VARIANT)}
         peer = Peer(tmp_path)
-        assert service.stats().tiers[TierName.SSD].raw_bytes == 13 * PAYLOAD_BYTES
+        assert service.stats().tiers[TierName.SSD].raw_bytes == 9 * PAYLOAD_BYTES
         assert len(peer.fetch(0, 9, lossy=True)[0]) == 9
         assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
         peer.close()

@@ -59,6 +59,45 @@ def test_old_pages_of_one_size_make_room_for_new_ones_of_another() -> None:
     assert variants[INT4C] == 12 and variants[FP8] >= 1
 
 
+def test_an_original_makes_room_for_another_size_before_all_that_are_older() -> None:
+    world = World(4, 32, payloads=SIZES, host_segment_slots=1)
+    worker = world.connect()
+    keys = fill(world, worker, LARGE, 3)
+    for path, original in ((chr(0x1000 * 0x18 + 2), FP8), ("y", "")):
+        world.want(worker, 1, SMALL)
+        assert world.store(worker, TENANT, path, kind=SMALL, made_from=original) == 1
+        world.finish_all()
+
+    world.want(worker, 1, SMALL)
+
+    assert len(worker.grants) == 1
+    large = {(key, variant) for key, variant in world.held(TierName.HOST) if variant == FP8}
+    assert large == {(keys[0], FP8), (keys[1], FP8)}
+
+
+def test_an_original_keeps_no_segment_of_old_pages() -> None:
+    world = World(4, 32, payloads=SIZES, host_segment_slots=2)
+    worker = world.connect()
+    stores = [
+        ("x", LARGE, ""),
+        ("y", SMALL, ""),
+        ("a", LARGE, ""),
+        ("a", SMALL, FP8),
+        ("b", SMALL, ""),
+        ("c", SMALL, ""),
+    ]
+    for path, kind, original in stores:
+        world.want(worker, 1, kind)
+        assert world.store(worker, TENANT, path, kind=kind, made_from=original) == 1
+        world.finish_all()
+        world.now += 1
+
+    world.want(worker, 1, SMALL)
+
+    assert len(worker.grants) == 1
+    assert world.held(TierName.HOST) == {(key_of(TENANT, path), INT4C) for path in "yabc"}
+
+
 def test_a_hot_size_keeps_its_segments() -> None:
     world = World(8, 64, payloads=SIZES, host_segment_slots=2)
     worker = world.connect()

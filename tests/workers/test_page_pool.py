@@ -14,6 +14,7 @@ from scheduler_kit import Machine, expected, tenancy_of
 from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import ChainNeeds, Recipe, Window
 from kvtier.workers.api import FinishReason
+from kvtier.workers.frames import SaveState
 from kvtier.workers.sequence import Tenancy
 
 RAW, INT8, INT4C = PageFormat.FP32, PageFormat.INT8, PageFormat.INT4C
@@ -249,19 +250,83 @@ def test_pages_are_converted_once_and_only_when_the_recipe_says() -> None:
     assert made.table.converted_pages == pages
 
 
+def formats_by_depth(made: Machine) -> dict[int, set[PageFormat]]:
+    found: dict[int, set[PageFormat]] = {}
+    for record, _ in made.table.cached():
+        found.setdefault(record.depth, set()).add(record.format)
+    return found
+
+
+def test_a_page_that_was_converted_leaves_with_its_last_holder() -> None:
+    made, kind = machine(DECAY, max_batch_tokens=64, has_node=False)
+    made.submit("a", [1] * 47, 30, tenancy=kind)
+    made.submit("b", [1] * 47 + [2], 1, tenancy=kind)
+
+    made.run()
+
+    found = formats_by_depth(made)
+    start = (44 // 8 * 8 - 4) // 4  # from here on a request with the same prompt wants its pages as written
+    assert all(found[depth] == {INT4C} for depth in range(1, start))
+    assert all(found[depth] == {INT8, INT4C} for depth in range(start, 44 // 4))
+    assert made.table.distinct == {0: len({record.key for record, _ in made.table.cached()})}
+    assert made.table.dropped_pages >= start - 1
+
+
+def test_a_page_that_was_converted_stays_until_it_is_saved() -> None:
+    made, kind = machine(DECAY, has_node=True, slots=0)
+    made.submit("a", [1] * 47, 30, tenancy=kind)
+    made.run()
+    spent = [record for record, _ in made.table.cached() if record.is_spent]
+    assert {record.depth for record in spent} == set(range(1, (75 // 8 * 8 - 4) // 4))
+
+    for record in spent:
+        assert made.table.saved(record, True, made.now) is False
+
+    assert all(len(formats) == 1 for formats in formats_by_depth(made).values())
+    made.scheduler.check()
+
+
+def test_of_a_streams_pages_beyond_its_prompt_those_it_ends_with_are_saved() -> None:
+    made, kind = machine(STREAM, has_node=True)
+    made.submit("a", [1] * 24, 400, tenancy=kind)
+    made.run()
+    while any(record.save is not SaveState.CLEAN for record, _ in made.table.cached()):
+        made.end_saves(1.0)
+    turn = made.submit("b", [1] * 24 + made.outputs["a", 0] + [2] * 9, 1, tenancy=kind)
+    made.clear(kind)
+
+    made.run()
+
+    assert turn.usage is not None
+    assert turn.usage.cached_tokens["L3"] == 423 // 4 * 4
+    assert len(made.node) <= 24 // 4 + 3 + 9 // 4 + 1
+
+
+def test_a_page_that_a_prompt_starts_from_is_saved_though_another_stream_put_it_off() -> None:
+    made, kind = machine(STREAM, has_node=True, slots=0)
+    first = made.submit("a", [1] * 8, 400, tenancy=kind).sequences[0]
+    while first.length < 41:
+        made.step()
+    assert any(record.is_put_off for record, _ in made.table.cached())
+
+    made.submit("b", first.tokens[:41].tolist(), 1, tenancy=kind)
+    made.step()
+
+    assert not any(record.is_put_off for record, _ in made.table.cached() if record.depth < 40 // 4)
+
+
 def test_a_page_that_was_converted_goes_before_all_others() -> None:
     made, kind = machine(DECAY, capacity=64, has_node=False)
-    made.submit("a", [1] * 40, 1, tenancy=kind)
+    made.submit("a", [1] * 40, 9, tenancy=kind)
     made.run()
     spent = [record for record, _ in made.table.cached() if record.is_spent]
     assert spent and all(record.format is INT8 for record in spent)
     kept = [record for record, _ in made.table.cached() if not record.is_spent]
 
-    made.submit("b", [2] * 32, 1, tenancy=kind)
-    made.run()
+    while made.table.evicted_pages < len(spent):
+        assert made.table.take(0, INT8, 1, made.now)
 
-    assert made.table.evicted_pages >= 3
-    assert sum(made.table.is_cached(record) for record in spent) == len(spent) - made.table.evicted_pages
+    assert not any(made.table.is_cached(record) for record in spent)
     assert all(made.table.is_cached(record) for record in kept)
 
 

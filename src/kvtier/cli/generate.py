@@ -70,7 +70,8 @@ def generate(
         bool,
         typer.Option(
             "--lossy",
-            help="Where exact pages are gone, take those that tiers.l4.format made smaller: more hits, slightly other text.",
+            help="Where exact pages are gone, take smaller ones: 4-bit pages of timedecay and int4c, and those that"
+            " tiers.l4.format made: more hits, slightly other text.",
         ),
     ] = False,
     window: Annotated[
@@ -171,13 +172,24 @@ def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: Path 
             raise CliError("--chat and --system go with a PROMPT of text, not with --token-ids", 2)
         return _ids(token_ids)
     assert prompt is not None
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _utf8(prompt)
     if not chat and system is None:
         return text
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": read_text(system, "system message")})
     return messages
+
+
+def _utf8(prompt: str) -> str:
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # by the locale, other bytes may have become lone surrogates instead of an error
+    except UnicodeError as error:
+        raise CliError(
+            "the prompt is no UTF-8 text: give it as UTF-8, or its tokens with --token-ids", 2
+        ) from error
+    return text
 
 
 def _ids(text: str) -> list[int]:

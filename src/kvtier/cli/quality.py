@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -46,7 +48,7 @@ def quality(
         int,
         typer.Option(help="Tokens that a prediction sees at most; as long as your prompts are, if you can."),
     ] = 2048,
-    page_tokens: Annotated[int, typer.Option(help="As page_tokens of the configuration.")] = 16,
+    page_tokens: Annotated[int, typer.Option(help="As page_tokens of the configuration, at least 16.")] = 16,
     dtype: Annotated[
         Literal["bfloat16", "float32", "float16"], typer.Option(help="As model.dtype of the configuration.")
     ] = "bfloat16",
@@ -74,8 +76,8 @@ def quality(
       kvtier quality docs/quality/alice.txt --plot quality.png --json > quality.json
     """
     for option, file, suffix in (("--plot", plot, ".png"), ("--markdown", markdown, ".md")):
-        if file is not None and file.suffix != suffix:
-            raise CliError(f"{option} writes a {suffix} file, got {file}", 2)
+        if file is not None:
+            _check_target(option, file, suffix)
     texts = [(str(file), read_text(file, "text")) for file in files]
     report = _measured(
         texts,
@@ -89,27 +91,41 @@ def quality(
         sink_tokens=sink_tokens,
         threads=threads,
     )
-    _write(report, plot, markdown)
     if as_json:
         print_json(report.to_json())
     else:
         _print(report)
+    _write(report, plot, markdown)  # last: what took minutes is on the screen, whatever the disk says
+
+
+def _check_target(option: str, file: Path, suffix: str) -> None:
+    """Before anything is measured. The disk may still be full later."""
+    if file.suffix != suffix:
+        raise CliError(f"{option} writes a {suffix} file, got {file}", 2)
+    if not file.parent.is_dir():
+        raise CliError(f"{option} {file}: there is no folder {file.parent}; make it, or name another", 2)
+    if file.is_dir():
+        raise CliError(f"{option} {file}: this is a folder; name a file in it", 2)
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise CliError(f"{option} {file}: permission denied; name a file that you may write", 2)
 
 
 def _measured(texts: list[tuple[str, str]], model: str, formats: list[str], **numbers: int | str) -> Report:
-    from kvtier.quality import Settings, check_formats, default_formats, read_contexts, run
+    from kvtier.quality import Settings, check_formats, check_numbers, formats_for, read_contexts, run
 
     try:
-        wanted = check_formats(formats) if formats else ()
+        name = Path(model).stem if model.endswith(".gguf") else Path(model).name
+        settings = Settings(Path(model), name, **numbers)  # type: ignore[arg-type]
+        named = check_formats(formats)
+        check_numbers(settings)
         with steps() as progress:
             folder = resolve(model, default_cache(), progress)
+            settings = replace(settings, model=folder)
+            wanted = formats_for(settings, named)
             text = Text.load(folder)
             if text is None:
                 raise CliError(f"{folder} has no tokenizer, so no text can be read: add its tokenizer.json")
-            name = Path(model).stem if model.endswith(".gguf") else Path(model).name
-            settings = Settings(folder, name, **numbers)  # type: ignore[arg-type]
-            contexts = read_contexts(texts, text, settings)
-            return run(settings, contexts, wanted or default_formats(settings), progress)
+            return run(settings, read_contexts(texts, text, settings), wanted, progress)
     except ModelError as error:
         raise CliError(str(error)) from error
     except (
