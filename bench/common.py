@@ -141,6 +141,11 @@ def finish(tables: Mapping[str, list[Figure]], path: Path | None) -> int:
     return int(any(f.reached is False for rows in tables.values() for f in rows))
 
 
+def row_texts(row: Mapping[str, Any]) -> list[str]:
+    """Names and values of a row, numbers in four digits."""
+    return [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()]
+
+
 def write_section(path: Path, name: str, lines: list[str]) -> None:
     """Put lines between the marks of `name` in a Markdown file, at its end where there are none yet."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"

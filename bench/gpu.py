@@ -24,9 +24,8 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
-from common import machine, write_section
+from common import machine, row_texts, write_section
 from gpu_checks import (  # before anything that imports triton
     DEVICE,
     DRY,
@@ -110,7 +109,7 @@ class Run:
         made["took_s"] = round(time.monotonic() - start, 2)
         self.rows[name] = made
         self.save()
-        print(f"{name:44} " + "  ".join(f"{k} {_text(v)}" for k, v in made.items()), flush=True)
+        print(f"{name:44} " + "  ".join(row_texts(made)), flush=True)
 
     def save(self) -> None:
         """Write all rows."""
@@ -130,10 +129,6 @@ def sources_digest() -> str:
     for path in (*sorted(Path(ops.__file__).parent.glob("*.py")), here, here.with_name("gpu_checks.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def random_arena(kv: KVLayout, format: Format, pages: int) -> tuple[torch.Tensor, ops.IntArray]:
@@ -416,7 +411,7 @@ def report(run: Run, path: Path) -> None:
     for name, row in run.rows.items():
         if row.get("ok") is True:
             continue
-        values = ", ".join(f"{key} {_text(value)}" for key, value in row.items() if key != "took_s")
+        values = ", ".join(row_texts({key: value for key, value in row.items() if key != "took_s"}))
         lines.append(f"| {name} | {values} |")
     write_section(path, "bench/gpu.py", lines)
 

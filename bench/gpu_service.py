@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, write_section
+from common import machine, row_texts, write_section
 from torch import multiprocessing
 
 from kvtier.tier.base import Place
@@ -321,11 +321,7 @@ def report(rows: dict[str, dict[str, Any]], device: str, path: Path) -> None:
         "|---|---|",
     ]
     for name, row in rows.items():
-        values = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in row.items()
-        )
-        lines.append(f"| {name} | {values} |")
+        lines.append(f"| {name} | {', '.join(row_texts(row))} |")
     write_section(path, "bench/gpu_service.py", lines)
 
 
@@ -371,10 +367,7 @@ def main() -> int:
     rows["copies"] = copies(device, page_bytes, pages)
     rows["frames of another process"] = shared_frames(device, page_bytes, pages)
     for title, row in rows.items():
-        print(
-            f"{title:32} "
-            + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-        )
+        print(f"{title:32} " + "  ".join(row_texts(row)))
     if options.out is not None:
         options.out.write_text(
             json.dumps({"device": name, "machine": machine(), "rows": rows}, indent=1) + "\n"

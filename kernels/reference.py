@@ -234,10 +234,8 @@ def places(
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     rows = np.repeat(plan.starts, lengths) + within
     positions = np.repeat(plan.contexts - plan.lengths, lengths) + within
-    pages = positions // page_tokens
-    skipped = np.repeat(plan.first_pages - plan.sink_pages, lengths)
-    entries = np.repeat(plan.first_frames, lengths) + pages
-    entries -= np.where(pages < np.repeat(plan.sink_pages, lengths), 0, skipped)
+    sequences = np.repeat(np.arange(plan.num_sequences), lengths)
+    entries = plan.entries(sequences, positions // page_tokens)
     return rows, plan.frames[entries].astype(np.int64), positions % page_tokens
 
 
@@ -253,7 +251,7 @@ def read_positions(
     """Keys and values [H, last - first, D] of positions [first, last) of a sequence, as float32."""
     tokens = layout.page_tokens
     pages = range(first // tokens, -(-last // tokens))
-    entries = [plan.entry(sequence, page) for page in pages]
+    entries = plan.entries(np.full(len(pages), sequence), np.array(pages, np.int64))
     frames = torch.from_numpy(plan.frames[entries].astype(np.int64)).to(arena.device)
     formats = plan.formats[entries]
     present = np.unique(formats)

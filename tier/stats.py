@@ -30,9 +30,7 @@ class TierCounters:
     converted_pages: int = 0  # written anew in another format
     dropped_pages: int = 0  # that left a stream's window, or were converted, and went at once
     page_bytes: int = 0  # payloads of the pages held
-    raw_bytes: int = (
-        0  # what they would take in the model's raw format, each key once whatever formats it is held in
-    )
+    raw_bytes: int = 0  # what they would take in the model's raw format, each key once in whatever formats
     variants: dict[str, int] = field(default_factory=dict)  # pages held, by the format they are in
     loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_SAMPLES))
 
