@@ -43,6 +43,7 @@ from kvtier.tier.identity import root_key
 from kvtier.tier.lookup import Hit, Lookup, malformed
 from kvtier.tier.messages import (
     Copied,
+    Finished,
     Granted,
     Hello,
     HostPage,
@@ -161,6 +162,8 @@ class Coordinator(HostRoom):
                 self._locate(worker, message)
             case Copied():
                 self._copied(worker, message)
+            case Finished():
+                pass
             case Release():
                 request = worker.requests.get(message.request_id)
                 if request is not None:

@@ -152,7 +152,29 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     from_page: int = 0
 
 
-ToNode = Hello | NewRoot | WantSlots | ReturnSlots | Stored | Locate | Copied | Release
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A request that used the cache is over: what the next use of its pages is foretold from (score.Use).
+
+    `keys` are, by layer group, those of its chain's full pages, head first; of a stream those it still holds. `kind` is
+    a score.Kind; `seconds` have passed since it was admitted, when its pages were used. `page_s` and `double_pages` are
+    the worker's score.Costs of recomputing, 0.0 while not measured.
+    """
+
+    request_id: str
+    keys: list[list[bytes]]
+    new_pages: int
+    output_tokens: int
+    kind: int
+    turn: int
+    session: int
+    closed: bool
+    open: bool
+    seconds: float
+    page_s: float
+    double_pages: float
+
+
+ToNode = Hello | NewRoot | WantSlots | ReturnSlots | Stored | Locate | Copied | Release | Finished
 
 
 # ---- CacheNode -> worker ---------------------------------------------------------------------------------------

@@ -81,6 +81,12 @@ class EngineRequest:
     sinks: int = 0  # first tokens that are attended whatever the window
     lossy: bool = False  # takes pages of a lossier variant (tiers.l4.format) where the exact one is gone
     arrived_s: float = 0.0  # the gateway's wall clock (time.time()) at arrival
+    session: int = 0  # digest of tenant and session_id; 0: none told
+    session_closed: bool = False  # the client says that this is the session's last request
+    session_open: bool = False  # ... that another one will follow
+    turn: int = 0  # of the session, from 1; 0: not told
+    expected_output_tokens: int = 0  # the client's guess; 0: none
+    tool_stop_ids: tuple[int, ...] = ()  # stop ids that mean "the model called a tool"
 
 
 @dataclass(frozen=True, slots=True)
