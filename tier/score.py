@@ -131,6 +131,12 @@ class Policy(ABC):
 
     def __init__(self) -> None:
         self.costs = Costs()
+        self.fallbacks = 0  # times that a guard has left the choice to another policy
+
+    @property
+    def state(self) -> str:
+        """What chooses now, for `kvtier stats`."""
+        return self.name
 
     # rows
 
@@ -169,7 +175,7 @@ class Policy(ABC):
     # what happens
 
     def reuse(self, rows: Sequence[Row], now: float) -> None:  # noqa: B027
-        """A request begins to use these runs, of resident or evicted pages."""
+        """A request begins to use these runs, of resident or evicted pages; told late, `now` lies back."""
 
     @abstractmethod
     def release(self, rows: Sequence[Row], behind: Sequence[int], use: Use, now: float) -> None:
@@ -193,7 +199,7 @@ class Policy(ABC):
         """The policy and the score of a run's last page, for `explain`: "lru, score = idle 1.2 s"."""
 
 
-SHARED = -1  # session of a run that several have used
+SHARED = -1  # session of a run that several have used, or one that isn't known
 GONE = float("-inf")  # last use of what nobody will use again
 
 
@@ -281,8 +287,8 @@ class Lru(Policy):
 
 
 def joint_session(before: int, session: int) -> int:
-    """Whose a run is that was used by `before`'s session and is now by `session`."""
-    return session if before in (0, session) else SHARED
+    """Whose a run is that was used by `before`'s session (0: by none) and is now by `session` (0: not told)."""
+    return session if session and before in (0, session) else SHARED
 
 
 @dataclass(slots=True)
@@ -330,7 +336,7 @@ class _Oldest(Candidates):
 
     def _entry(self, row: Row) -> tuple[float, int, Row]:
         run = self.runs[row]
-        return run.last_use, -(run.depth + run.pages), row
+        return run.last_use, -run.depth, row
 
     def _bound(self) -> None:
         """Rebuild the heap once stale entries outnumber the members: no more work than what made them stale."""
