@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 
-.PHONY: help setup test lint aot demo serve bench clean
+.PHONY: help setup test lint aot demo serve bench figures clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ bench: setup  ## the benchmark scripts and what each measures
 	@for script in bench/*.py; do \
 		printf '  $(PY) %-24s %s\n' "$$script" "$$(sed -nE '1s/^"""(.*[^"])("""|)$$/\1/p' "$$script")"; \
 	done
+
+figures: setup  ## eviction on real traces, into docs/eviction.md; KVTIER_TRACES=FOLDER says where the traces are
+	@$(PY) bench/figures.py
 
 clean:  ## remove the virtual environment and all caches of tools
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

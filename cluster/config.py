@@ -121,14 +121,48 @@ class TiersConfig(_Section):
     l1: L1Config = L1Config()
     l3: L3Config = L3Config()
     l4: L4Config = L4Config()
-    write: Literal["through"] = (
-        "through"  # sealed pages are copied down at once, so a dying worker loses little
+    write: Literal["through", "demote"] = (
+        "through"  # full pages are copied down at once, so a dying worker loses little; demote: when they must leave
     )
 
 
-class CacheConfig(_Section):
-    """How pages are stored and when they are used; `format`, its numbers and `epoch` are part of their identity."""
+class _Weights(_Section):
+    """Of the terms of a score, each term from 0 to 1; what scores lowest goes first. Below 0 a term is turned round."""
 
+    recency: float
+    memory: float
+    remaining: float
+
+    @model_validator(mode="after")
+    def _some_term_counts(self) -> Self:
+        if self.recency == self.memory == self.remaining == 0:
+            raise ValueError("one of recency, memory and remaining must not be 0, got three zeros")
+        return self
+
+
+class PageWeights(_Weights):
+    """Of cached pages."""
+
+    recency: float = Field(default=0.5, ge=-1, le=1)  # used a short time ago
+    memory: float = Field(default=0.2, ge=-1, le=1)  # of a long prefix
+    remaining: float = Field(default=0.3, ge=-1, le=1)  # given a long answer
+
+
+class RequestWeights(_Weights):
+    """Of running requests."""
+
+    recency: float = Field(default=0.2, ge=-1, le=1)  # got a token a short time ago
+    memory: float = Field(default=-0.2, ge=-1, le=1)  # has many pages
+    remaining: float = Field(default=-0.6, ge=-1, le=1)  # expects many tokens yet
+
+
+class CacheConfig(_Section):
+    """How pages are stored, used and evicted; `format`, its numbers and `epoch` are part of their identity."""
+
+    policy: Literal["rvi", "score", "lru"] = "rvi"  # which pages leave first, in every tier
+    exponent: float = Field(default=0.25, ge=0, le=1)  # of rvi: 0 saves the most pages, 1 the most compute
+    guard: bool = True  # of rvi: go by lru while that hits more
+    weights: PageWeights = PageWeights()  # of score
     format: CacheFormat = "auto"  # auto: the model's own numbers; all others are quantized
     recent_tokens: int = Field(default=1024, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay, kept in 8 bits
     sink_tokens: int = Field(default=16, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay: the first ones, likewise
@@ -149,6 +183,7 @@ class WorkerConfig(_Section):
     max_waiting: int = Field(
         default=1024, ge=1
     )  # requests in the queue; more are refused with RESOURCE_EXHAUSTED
+    preemption: RequestWeights = RequestWeights()  # of the score by which a running request makes room
 
 
 class TLSConfig(_Section):
@@ -173,6 +208,7 @@ class TenantConfig(_Section):
 
     name: str = Field(min_length=1, max_length=128)
     salt: str = ""
+    share: float = Field(default=1.0, gt=0, le=1)  # of each tier, at most; past it its own pages make room
 
 
 class RayConfig(_Section):

@@ -23,6 +23,7 @@ from kvtier.cluster.gateway_server import GatewayError, GatewayServer
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import PageInfo
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, WorkerInfo
 from kvtier.workers.model_text import Text, TextError
@@ -210,6 +211,14 @@ class RayOwner:
         outcomes: Outcomes = await self._call("verify", keys)
         return outcomes
 
+    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
+        status: RecordingStatus = await self._call("record", path, max_bytes, is_only)
+        return status
+
+    async def stop_recording(self) -> RecordingStatus | None:
+        status: RecordingStatus | None = await self._call("stop_recording")
+        return status
+
 
 class RayWorker(RayOwner):
     """A decode worker."""
@@ -217,8 +226,8 @@ class RayWorker(RayOwner):
     async def submit(self, request: EngineRequest) -> None:
         await self._call("submit", request)
 
-    async def cancel(self, request_id: str) -> None:
-        await self._call("cancel", request_id)
+    async def cancel(self, request_id: str, is_stopped: bool) -> None:
+        await self._call("cancel", request_id, is_stopped)
 
     async def explain(self, request_id: str) -> Explanation | None:
         explanation: Explanation | None = await self._call("explain", request_id)

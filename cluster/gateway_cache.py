@@ -15,6 +15,8 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
+from kvtier.cluster import gateway_record
+from kvtier.cluster.gateway_ask import Call, Silence, answers_of, within
 from kvtier.cluster.gateway_core import (
     DEAD,
     HEALTH_S,
@@ -35,6 +37,8 @@ from kvtier.proto import cache_pb2, inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus
+from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import Ledger, to_json
 
 MIN_KEY_DIGITS = 4
@@ -75,13 +79,6 @@ class Node:
         if self.down is None:
             log.error("node %s is down: %s", self.node_id, reason)
             self.down = reason
-
-
-class Silence(Exception):
-    """An owner did not answer in time."""
-
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(f"does not answer within {limit_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ class CacheVerbs:
         silent = ""
         for worker in self._living_workers():
             try:
-                explanation = await _within(ASK_S, worker.port.explain(message.request_id))
+                explanation = await within(ASK_S, worker.port.explain(message.request_id))
             except OwnerDown as error:
                 self._core.lose_worker(worker.info.worker_id, str(error))
                 continue
@@ -239,6 +236,45 @@ class CacheVerbs:
             return await self._each_key(message.keys, lambda port, keys: port.verify(keys), WORK_S)
         return _exceptions(await self._ask(lambda port: port.verify(None), limit_s=WORK_S))
 
+    async def record(self, message: cache_pb2.RecordRequest) -> cache_pb2.RecordReply:
+        """Have nodes and workers record what they hear. Where one can't, those that began end again."""
+        path, max_bytes = gateway_record.checked(message)
+        owners = self._recording_owners(message)
+
+        async def begin(port: OwnerPort) -> RecordingStatus | str:
+            try:
+                return await port.record(path, max_bytes, len(owners) == 1)
+            except RecordingError as error:
+                return str(error)
+
+        answers = await self._ask(begin, owners, WORK_S)
+        begun = {owner: answer for owner, answer in answers if not isinstance(answer, str)}
+        if refusals := [f"{owner}: {answer}" for owner, answer in answers if isinstance(answer, str)]:
+            began = [owner for owner in owners if owner.owner_id in begun]
+            await self._ask(lambda port: port.stop_recording(), began, WORK_S)
+            raise gateway_record.cannot(refusals)
+        return gateway_record.replied(begun.values())
+
+    async def stop_record(self, message: cache_pb2.StopRecordRequest) -> cache_pb2.RecordReply:
+        """End all recordings; how the latest ones went."""
+        answers = await self._ask(lambda port: port.stop_recording(), limit_s=WORK_S)
+        statuses = [status for _, status in answers if status is not None]
+        if not statuses:
+            raise gateway_record.nothing()
+        return gateway_record.replied(statuses)
+
+    def _recording_owners(self, message: cache_pb2.RecordRequest) -> list[_Owner]:
+        """Those that are named, or all. Raises Refusal."""
+        owners = self._owners()
+        if not (message.nodes or message.workers):
+            return owners
+        nodes = {node.node_id for node in self.nodes}
+        workers = {owner.owner_id for owner in owners} - nodes
+        for what, named, there in (("node", message.nodes, nodes), ("worker", message.workers, workers)):
+            gateway_record.check_known(what, named, there)
+        wanted = {*message.nodes, *message.workers}
+        return [owner for owner in owners if owner.owner_id in wanted]
+
     async def node_statuses(self) -> list[inference_pb2.NodeStatus]:
         """Nodes as `kvtier status` shows them; asks each whether it lives."""
         return list(await asyncio.gather(*(self._node_status(node) for node in self.nodes)))
@@ -250,8 +286,8 @@ class CacheVerbs:
         notes: list[str] = []
         if health == HEALTHY:
             try:
-                notes = await _within(HEALTH_S, node.port.notes())
-                node.pid = await _within(HEALTH_S, node.port.pid())  # another one after a restart
+                notes = await within(HEALTH_S, node.port.notes())
+                node.pid = await within(HEALTH_S, node.port.pid())  # another one after a restart
             except (OwnerDown, Refusal, Silence) as error:  # since it said that it is well
                 health, detail = UNHEALTHY, str(error)
         return inference_pb2.NodeStatus(
@@ -293,27 +329,10 @@ class CacheVerbs:
         owners: Sequence[_Owner] | None = None,
         limit_s: float | None = None,
     ) -> list[tuple[str, T]]:
-        """Every owner's answer, by its id; None: of all living ones, within ASK_S.
-
-        An owner found dead is noted and left out. Raises Refusal naming those that don't answer in time; what they
-        were asked may be done all the same.
-        """
-        limit = ASK_S if limit_s is None else limit_s
-        answers: list[tuple[str, T]] = []
-        silent: list[str] = []
-
-        async def ask(owner: _Owner) -> None:
-            try:
-                answers.append((owner.owner_id, await _within(limit, call(owner.port))))
-            except OwnerDown as error:
-                owner.lose(str(error))
-            except Silence as silence:
-                silent.append(f"{owner.owner_id} {silence}")
-
-        await asyncio.gather(*map(ask, self._owners() if owners is None else owners))
-        if silent:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "; ".join(sorted(silent)))
-        return answers
+        """Every owner's answer, as in answers_of; None: of all living ones, within ASK_S."""
+        asked = self._owners() if owners is None else owners
+        calls = [Call(owner.owner_id, owner.lose, partial(call, owner.port)) for owner in asked]
+        return await answers_of(calls, ASK_S if limit_s is None else limit_s)
 
     async def _all_pages(self, tenant: str | None) -> list[PageInfo]:
         answers = await self._ask(lambda port: port.pages(tenant, None, ALL_PAGES))
@@ -376,17 +395,6 @@ class CacheVerbs:
             return keys
         held = sorted({page.key for page in await self._all_pages(None)})
         return [key if len(key) == KEY_DIGITS else _completed(key, held) for key in keys]
-
-
-async def _within(limit_s: float, answer: Awaitable[T]) -> T:
-    """An owner's answer. Raises Silence when it takes longer."""
-    try:
-        async with asyncio.timeout(limit_s) as window:
-            return await answer
-    except TimeoutError as error:
-        if window.expired():
-            raise Silence(limit_s) from error
-        raise  # the owner's own
 
 
 def merged_outcome(outcomes: Iterable[Outcome]) -> Outcome:

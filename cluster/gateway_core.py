@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -29,10 +29,13 @@ from kvtier.cluster.gateway_requests import (
     stop_strings,
     windowed,
 )
+from kvtier.cluster.gateway_signals import signals
 from kvtier.cluster.gateway_streams import Stream
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.identity import tenant_salt
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, Output, QueueFull, WorkerInfo
 from kvtier.workers.model_text import Text
@@ -55,7 +58,8 @@ class OwnerDown(Exception):
 class OwnerPort(Protocol):
     """What the Cache verbs call of each that holds pages. All raise OwnerDown. Only nodes are asked by digest.
 
-    `health` is None when all is well, else what isn't.
+    `health` is None when all is well, else what isn't. `record` raises RecordingError, and see recorder.file_of;
+    `stop_recording` is None where nothing was recorded.
     """
 
     async def health(self) -> str | None: ...
@@ -66,6 +70,8 @@ class OwnerPort(Protocol):
     async def evict(self, keys: list[bytes], tier: TierName | None) -> Outcomes: ...
     async def clear(self, tenant: Tenant) -> Outcomes: ...
     async def verify(self, keys: list[bytes] | None) -> Outcomes: ...
+    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus: ...
+    async def stop_recording(self) -> RecordingStatus | None: ...
 
 
 async def asked_health(port: OwnerPort) -> tuple[str, str]:
@@ -91,10 +97,11 @@ class NodePort(OwnerPort, Protocol):
 
 class WorkerPort(OwnerPort, Protocol):
     """A decode worker. `submit` raises ValueError for a request it can't take, QueueFull, and RuntimeError once it
-    takes no more."""
+    takes no more. A request that is cancelled `is_stopped` has given its whole answer, which a stop string ended.
+    """
 
     async def submit(self, request: EngineRequest) -> None: ...
-    async def cancel(self, request_id: str) -> None: ...
+    async def cancel(self, request_id: str, is_stopped: bool) -> None: ...
     async def explain(self, request_id: str) -> Explanation | None: ...
 
 
@@ -122,11 +129,11 @@ class GatewayCore:
         self,
         workers: Iterable[tuple[WorkerInfo, WorkerPort]],
         text: Text | None,
-        tenants: Iterable[str],
+        tenants: Mapping[str, str],
         max_sequences: int,
         window: int = 0,
     ) -> None:
-        """`window` is that of requests that set none; 0: none."""
+        """`tenants` maps names to the secrets of the configuration; `window` is that of requests that set none, or 0."""
         self.workers = {info.worker_id: Worker(info, port) for info, port in workers}
         if not self.workers:
             raise ValueError("a gateway needs at least one worker")
@@ -135,6 +142,7 @@ class GatewayCore:
         self.max_context = min(worker.info.max_context for worker in self.workers.values())
         self.text = text
         self.tenants = frozenset(tenants)
+        self._salts = {name: tenant_salt(name, secret) for name, secret in tenants.items()}
         self._max_sequences = max_sequences
         self._window = window
         self._streams: dict[str, Stream] = {}
@@ -236,6 +244,7 @@ class GatewayCore:
         request_id = checked_id(message.request_id, secrets.token_hex(8))
         self._check_unused(request_id)
         stops = stop_strings(message.sampling, self.text)
+        told = signals(message, self._salts[tenant])
         window, sinks = windowed(message, self.info.page_tokens)
         limit = self.limit(window)
         ids = await self.prompt_ids(message, limit)
@@ -252,6 +261,12 @@ class GatewayCore:
             sinks=sinks,
             lossy=message.cache.lossy,
             arrived_s=arrived_s,
+            session=told.session,
+            session_closed=told.session_closed,
+            session_open=told.session_open,
+            turn=told.turn,
+            expected_output_tokens=told.expected_output_tokens,
+            tool_stop_ids=self.text.tool_stop_ids if self.text else (),
         )
         self._check_unused(request_id)  # again: another may have taken it while this prompt was read
         worker = self._pick(message.worker, sampling.n)
@@ -333,7 +348,7 @@ class GatewayCore:
         if worker.down is not None or stream.is_over_at_worker:
             return
         try:
-            await worker.port.cancel(stream.request.request_id)
+            await worker.port.cancel(stream.request.request_id, stream.is_complete)
         except OwnerDown as error:
             self.lose_worker(stream.worker_id, str(error))
         except Refusal as refusal:

@@ -270,3 +270,9 @@ class _Cache(cache_pb2_grpc.CacheServicer):
 
     async def Verify(self, request: cache_pb2.KeysRequest, context: Context) -> Any:
         return await _answer(context, self._verbs.verify(request))
+
+    async def Record(self, request: cache_pb2.RecordRequest, context: Context) -> Any:
+        return await _answer(context, self._verbs.record(request))
+
+    async def StopRecord(self, request: cache_pb2.StopRecordRequest, context: Context) -> Any:
+        return await _answer(context, self._verbs.stop_record(request))

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from kvtier.cluster.config import Config
 from kvtier.cluster.leftovers import Stamp, alive
+from kvtier.cluster.policies import digest_shares, policy_settings, request_weights, tenant_shares
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,9 @@ class Launched:
             l4_store=tiers.l4.store,
             min_payload_bytes=classes.page_bytes[0],
             l4_variants=classes.l4_variants,
+            policy=policy_settings(self._config),
+            write=tiers.write,
+            shares=digest_shares(self._config),
         )
         return _Part(f"cache node {_NODE_ID}", handle)
 
@@ -210,6 +214,10 @@ class Launched:
             l4_format=config.tiers.l4.format,
             window=config.model.window,
             sinks=config.model.sinks,
+            policy=policy_settings(config),
+            write=config.tiers.write,
+            shares=tenant_shares(config),
+            preemption=request_weights(config),
         )
         return _Part(name, handle)
 

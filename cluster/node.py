@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import ray
 
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus, file_of
+from kvtier.tier.score import PolicySettings
 from kvtier.tier.service import CacheService
 from kvtier.tier.stats import Snapshot
 
@@ -33,6 +36,9 @@ class CacheNodeProcess:
         l4_store: Literal["slab", "lmdb"] = "slab",
         min_payload_bytes: int | None = None,
         l4_variants: frozenset[str] | None = None,
+        policy: PolicySettings,
+        write: Literal["through", "demote"],
+        shares: Mapping[bytes, float],
     ) -> None:
         self._service = CacheService(
             node_id,
@@ -44,6 +50,9 @@ class CacheNodeProcess:
             l4_store,
             min_payload_bytes=min_payload_bytes,
             l4_variants=l4_variants,
+            policy=policy,
+            write=write,
+            shares=shares,
         )
         self._service.start()
 
@@ -88,6 +97,14 @@ class CacheNodeProcess:
     def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
         """Check pages against their checksums."""
         return self._service.verify(keys)
+
+    def record(self, path: str, max_bytes: int, is_only: bool = True) -> RecordingStatus:
+        """Write what the node's cache hears into a new file (see file_of). Raises RecordingError."""
+        return self._service.record(file_of(path, self._service.node_id, is_only=is_only), max_bytes)
+
+    def stop_recording(self) -> RecordingStatus | None:
+        """End the recording."""
+        return self._service.stop_recording()
 
     def idle(self) -> bool:
         """Nothing in flight, nothing leased."""

@@ -53,7 +53,7 @@ class StatsReply(_message.Message):
     def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., aborted_prompt_tokens: _Optional[int] = ..., page_fill: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "pages", "lookups_tokens", "hit_tokens", "hit_rate", "promoted_pages", "demoted_pages", "evicted_pages", "bytes_in", "bytes_out", "load_ms_p50", "load_ms_p99", "corrupt_pages", "page_bytes", "raw_bytes", "variants", "converted_pages", "dropped_pages")
+    __slots__ = ("capacity_bytes", "used_bytes", "pages", "lookups_tokens", "hit_tokens", "hit_rate", "promoted_pages", "demoted_pages", "evicted_pages", "bytes_in", "bytes_out", "load_ms_p50", "load_ms_p99", "corrupt_pages", "page_bytes", "raw_bytes", "variants", "converted_pages", "dropped_pages", "policy", "fallbacks", "refused_writes")
     class VariantsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,9 @@ class TierStats(_message.Message):
     VARIANTS_FIELD_NUMBER: _ClassVar[int]
     CONVERTED_PAGES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_WRITES_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
     pages: int
@@ -99,7 +102,10 @@ class TierStats(_message.Message):
     variants: _containers.ScalarMap[str, int]
     converted_pages: int
     dropped_pages: int
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., promoted_pages: _Optional[int] = ..., demoted_pages: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., load_ms_p50: _Optional[float] = ..., load_ms_p99: _Optional[float] = ..., corrupt_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., variants: _Optional[_Mapping[str, int]] = ..., converted_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
+    policy: str
+    fallbacks: int
+    refused_writes: int
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., promoted_pages: _Optional[int] = ..., demoted_pages: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., load_ms_p50: _Optional[float] = ..., load_ms_p99: _Optional[float] = ..., corrupt_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., variants: _Optional[_Mapping[str, int]] = ..., converted_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., policy: _Optional[str] = ..., fallbacks: _Optional[int] = ..., refused_writes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("tenant", "text", "token_ids", "chat")
@@ -284,3 +290,41 @@ class KeyOutcome(_message.Message):
     outcome: Outcome
     owners: _containers.ScalarMap[str, Outcome]
     def __init__(self, key: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., owners: _Optional[_Mapping[str, Outcome]] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("path", "max_bytes", "nodes", "workers")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    max_bytes: int
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, path: _Optional[str] = ..., max_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StopRecordRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordReply(_message.Message):
+    __slots__ = ("recordings",)
+    RECORDINGS_FIELD_NUMBER: _ClassVar[int]
+    recordings: _containers.RepeatedCompositeFieldContainer[Recording]
+    def __init__(self, recordings: _Optional[_Iterable[_Union[Recording, _Mapping]]] = ...) -> None: ...
+
+class Recording(_message.Message):
+    __slots__ = ("owner", "path", "events", "nbytes", "seconds", "ended")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    path: str
+    events: int
+    nbytes: int
+    seconds: float
+    ended: str
+    def __init__(self, owner: _Optional[str] = ..., path: _Optional[str] = ..., events: _Optional[int] = ..., nbytes: _Optional[int] = ..., seconds: _Optional[float] = ..., ended: _Optional[str] = ...) -> None: ...

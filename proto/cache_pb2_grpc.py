@@ -84,6 +84,16 @@ class CacheStub:
                 request_serializer=kvtier_dot_proto_dot_cache__pb2.KeysRequest.SerializeToString,
                 response_deserializer=kvtier_dot_proto_dot_cache__pb2.OutcomesReply.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_unary(
+                '/kvtier.v1.Cache/Record',
+                request_serializer=kvtier_dot_proto_dot_cache__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvtier_dot_proto_dot_cache__pb2.RecordReply.FromString,
+                _registered_method=True)
+        self.StopRecord = channel.unary_unary(
+                '/kvtier.v1.Cache/StopRecord',
+                request_serializer=kvtier_dot_proto_dot_cache__pb2.StopRecordRequest.SerializeToString,
+                response_deserializer=kvtier_dot_proto_dot_cache__pb2.RecordReply.FromString,
+                _registered_method=True)
 
 
 class CacheServicer:
@@ -155,6 +165,21 @@ class CacheServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Writes all that the state machines hear from now on into new files on their own machines: digests, no text.
+        FAILED_PRECONDITION when a file is there already, or one is being recorded already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopRecord(self, request, context):
+        """Ends what Record began; NOT_FOUND when there is nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -207,6 +232,16 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvtier_dot_proto_dot_cache__pb2.KeysRequest.FromString,
                     response_serializer=kvtier_dot_proto_dot_cache__pb2.OutcomesReply.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvtier_dot_proto_dot_cache__pb2.RecordRequest.FromString,
+                    response_serializer=kvtier_dot_proto_dot_cache__pb2.RecordReply.SerializeToString,
+            ),
+            'StopRecord': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopRecord,
+                    request_deserializer=kvtier_dot_proto_dot_cache__pb2.StopRecordRequest.FromString,
+                    response_serializer=kvtier_dot_proto_dot_cache__pb2.RecordReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -479,6 +514,60 @@ class Cache:
             '/kvtier.v1.Cache/Verify',
             kvtier_dot_proto_dot_cache__pb2.KeysRequest.SerializeToString,
             kvtier_dot_proto_dot_cache__pb2.OutcomesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Cache/Record',
+            kvtier_dot_proto_dot_cache__pb2.RecordRequest.SerializeToString,
+            kvtier_dot_proto_dot_cache__pb2.RecordReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Cache/StopRecord',
+            kvtier_dot_proto_dot_cache__pb2.StopRecordRequest.SerializeToString,
+            kvtier_dot_proto_dot_cache__pb2.RecordReply.FromString,
             options,
             channel_credentials,
             insecure,

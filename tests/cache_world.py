@@ -7,11 +7,12 @@ parties use one slot, reads what isn't there, or offers a worker another page th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
+from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
@@ -44,6 +45,7 @@ from kvtier.tier.lookup import needs_of
 from kvtier.tier.messages import (
     Chain,
     Copied,
+    Finished,
     Grant,
     Granted,
     Hello,
@@ -65,6 +67,7 @@ from kvtier.tier.messages import (
 from kvtier.tier.page import ALIGN_BYTES, Envelope, TierName, slot_bytes
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds
 from kvtier.tier.records import Limits
+from kvtier.tier.score import PolicySettings
 from kvtier.tier.slots import HostSlots, host_slots
 
 PAYLOAD_BYTES = 4096
@@ -75,6 +78,7 @@ ONE_SIZE: dict[Kind, int] = {(0, BF16): PAYLOAD_BYTES}
 FIELDS = {"weights": "w", "epoch": "0"}
 ROOT = b"r" * 32
 PAGE_TOKENS = 16
+LRU = PolicySettings(name="lru")
 
 
 def digest(*parts: object, size: int = 32) -> bytes:
@@ -103,11 +107,16 @@ def checksum_of(key: bytes, variant: str = BF16) -> bytes:
 
 
 def hello_of(
-    name: str, incarnation: str, payloads: dict[Kind, int], fields: dict[str, str] = FIELDS
+    name: str,
+    incarnation: str,
+    payloads: dict[Kind, int],
+    fields: dict[str, str] = FIELDS,
+    brings_down: bool = False,
 ) -> Hello:
     """A worker whose pages have these sizes; unquantized they would take twice as much."""
     sizes = {spec_of(kind): nbytes for kind, nbytes in payloads.items()}
-    return Hello(name, incarnation, sizes, {spec: 2 * nbytes for spec, nbytes in sizes.items()}, fields)
+    raw = {spec: 2 * nbytes for spec, nbytes in sizes.items()}
+    return Hello(name, incarnation, sizes, raw, fields, brings_down)
 
 
 def stored_page(
@@ -213,6 +222,9 @@ class World:
         payloads: dict[Kind, int] = ONE_SIZE,
         host_segment_slots: int | None = None,
         ssd_variants: frozenset[str] | None = None,
+        policy: PolicySettings = LRU,
+        write: WriteMode = "through",
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         """`num_slots`, `ssd_slots` and segments in slots of the largest of `payloads`."""
         self.now = 100.0
@@ -253,6 +265,10 @@ class World:
             wall_offset_s=1e9,
             now=self.now,
             limits=limits,
+            policy=policy,
+            write=write,
+            shares={tenant_of(tenant): share for tenant, share in (shares or {}).items()},
+            page_bytes=max(payloads.values()),
         )
         self.node.check()
 
@@ -275,10 +291,12 @@ class World:
         incarnation: str = "1",
         fields: dict[str, str] | None = None,
         payloads: dict[Kind, int] | None = None,
+        brings_down: bool = True,
     ) -> SimWorker:
         worker = SimWorker(WorkerRef(name, incarnation), self.payloads if payloads is None else payloads)
         self.workers[worker.ref] = worker
-        hello = hello_of(name, incarnation, worker.payloads, FIELDS if fields is None else fields)
+        own = FIELDS if fields is None else fields
+        hello = hello_of(name, incarnation, worker.payloads, own, brings_down)
         replies = self.say(worker, hello)
         assert [type(reply) for reply in replies] == [Welcome]
         return worker
@@ -381,6 +399,28 @@ class World:
                 if ref in bad:
                     self.bad.add(page.grant.slot)
         self.say(worker, Copied(request, refs, nbytes, 0.001, bad))
+
+    def finished(
+        self,
+        worker: SimWorker,
+        tenant: str,
+        path: str,
+        *,
+        groups: int = 1,
+        new_pages: int = 1,
+        kind: int = 0,
+        session: int = 0,
+        closed: bool = False,
+        seconds: float = 0.0,
+        costs: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """A request for a chain is over."""
+        keys = [chain_keys(tenant, path, group) for group in range(groups)]
+        page_s, double_pages = costs
+        self.say(
+            worker,
+            Finished("r", keys, new_pages, 8, kind, 0, session, closed, False, seconds, page_s, double_pages),
+        )
 
     def release(self, worker: SimWorker, request: str, from_page: int = 0) -> None:
         leases, coming = worker.leases.get(request, {}), worker.coming.get(request, set())

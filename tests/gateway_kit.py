@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,8 @@ from kvtier.cluster.gateway_server import GatewayServer
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus
+from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
 from kvtier.workers.api import (
     EngineRequest,
@@ -43,8 +45,8 @@ TEMPLATE = (
 )
 
 
-def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE) -> Path:
-    """A model folder's text files: token id b stands for byte b, 256 and 257 are special."""
+def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE, more: Sequence[str] = ()) -> Path:
+    """A model folder's text files: token id b stands for byte b, 256 and 257 are special, `more` tokens follow."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -54,6 +56,7 @@ def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|im_end|>"), AddedToken("<|im_start|>")])
+    tokenizer.add_tokens([AddedToken(token) for token in more])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     wrapped.chat_template = template or None
     wrapped.save_pretrained(folder)
@@ -84,10 +87,10 @@ class _Sequence:
     index: int
     made: int = 0
 
-    def next_output(self, is_cancelled: bool) -> Output:
+    def next_output(self, cancelled: FinishReason | None) -> Output:
         request, sampling = self.request, self.request.sampling
-        if is_cancelled:
-            return self._last((), FinishReason.CANCELLED)
+        if cancelled is not None:
+            return self._last((), cancelled)
         token_id = request.token_ids[self.made % len(request.token_ids)]
         self.made += 1
         logprobs = (TokenLogprobs(-0.5, ((token_id, -0.5), (0, -1.5))[: sampling.logprobs]),)
@@ -126,6 +129,9 @@ def counted(requests: int) -> Snapshot:
                 page_bytes=30,
                 raw_bytes=60,
                 variants={"fp8_e4m3": 3, "int4c": 1},
+                policy="rvi",
+                fallbacks=1,
+                refused_writes=3,
             )
         },
         totals=RequestTotals(requests, tokens, tokens - found, found),
@@ -147,6 +153,7 @@ class EchoWorker:
     pages_held: dict[str, PageInfo] = field(default_factory=dict)
     counters: Snapshot = field(default_factory=lambda: counted(2))
     cancelled: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)  # cancelled, since their answers are whole
     submitted: list[EngineRequest] = field(default_factory=list)
     running: dict[str, list[_Sequence]] = field(default_factory=dict)
     _cancelling: set[str] = field(default_factory=set)
@@ -160,8 +167,10 @@ class EchoWorker:
         if not self.is_manual and (self._task is None or self._task.done()):
             self._task = asyncio.ensure_future(self._run())
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, is_stopped: bool) -> None:
         self.cancelled.append(request_id)
+        if is_stopped:
+            self.stopped.append(request_id)
         self._cancelling.add(request_id)
         if self.is_manual:
             self.step()
@@ -175,8 +184,10 @@ class EchoWorker:
         """One token for every sequence."""
         outputs = []
         for request_id, sequences in list(self.running.items()):
-            is_cancelled = request_id in self._cancelling
-            made = [sequence.next_output(is_cancelled) for sequence in sequences]
+            cancelled = None
+            if request_id in self._cancelling:
+                cancelled = FinishReason.STOP if request_id in self.stopped else FinishReason.CANCELLED
+            made = [sequence.next_output(cancelled) for sequence in sequences]
             alive = [s for s, output in zip(sequences, made, strict=True) if output.finish_reason is None]
             self.running[request_id] = alive
             if not alive:
@@ -232,6 +243,12 @@ class EchoWorker:
 
     async def verify(self, keys: list[bytes] | None) -> list[tuple[bytes, Outcome]]:
         return self._each([bytes.fromhex(key) for key in self.pages_held] if keys is None else keys)
+
+    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
+        raise RecordingError("an echo has nothing to record")
+
+    async def stop_recording(self) -> RecordingStatus | None:
+        return None
 
     async def health(self) -> str | None:
         return self.wrong

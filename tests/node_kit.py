@@ -55,10 +55,12 @@ def running(
     store: Any = "slab",
     drain_s: float = 10.0,
     l4_variants: frozenset[str] | None = None,
+    node_id: str = "n0",
+    **more: Any,
 ) -> Iterator[CacheService]:
     """A node's cache whose files lie in `folder`; checked and stopped at the end."""
     service = CacheService(
-        "n0",
+        node_id,
         folder / "run" / "sock",
         PAYLOAD_BYTES,
         l3_pages * SLOT_BYTES,
@@ -67,6 +69,7 @@ def running(
         store,
         min_payload_bytes=SMALL_BYTES,
         l4_variants=l4_variants,
+        **more,
     )
     service.start()
     try:

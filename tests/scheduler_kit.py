@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from policy_kit import Strict
+
+from kvtier.tier.identity import page_keys
 from kvtier.tier.messages import Missing, PageRef
 from kvtier.tier.page import PageFormat, PageKey, RootKey, TierName
+from kvtier.tier.policies import make_policy
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, longest_hit
+from kvtier.tier.rvi import Rvi
+from kvtier.tier.score import Policy, PolicySettings, ScoreWeights
 from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
 from kvtier.workers.formats import FORMAT_CODES
 from kvtier.workers.frames import Convert, CopyHead, Move, Op, PageRecord, SaveState
+from kvtier.workers.l1 import L1
+from kvtier.workers.l1_events import (
+    Add,
+    Arrive,
+    ClearTree,
+    Computed,
+    Cut,
+    EndCopies,
+    Finish,
+    Fork,
+    Found,
+    GiveUp,
+    LoadOver,
+    Place,
+    PreemptedSaved,
+    Retenant,
+    Sampled,
+    Saved,
+    Schedule,
+    SetAside,
+    Siblings,
+    StartSave,
+    TakeDue,
+    TakeOps,
+)
 from kvtier.workers.page_table import PageTable
-from kvtier.workers.scheduler import DemotedPage, Row, Scheduler, Step
+from kvtier.workers.scheduler import PREEMPTION, SPARED_AFTER, DemotedPage, Row, Scheduler, Step
 from kvtier.workers.sequence import Load, Request, Sequence, SequenceState, Tenancy
 
 VOCAB = 50
+LONGEST = 1 << 24
 RAW = PageFormat.FP32
 PLAIN = (ChainNeeds(Recipe(RAW)),)
 ONE_SIZE: tuple[Mapping[PageFormat, int], ...] = ({RAW: 1},)
 ENOUGH_SLOTS = 100
+TENANT = b"t" * 16
 
 # What a token's keys and values depend on: the root they hang under, and all tokens up to it.
 Content = tuple[bytes, int]
@@ -96,17 +130,26 @@ class Machine:
     unit_bytes: int = 1
     pages: tuple[Mapping[PageFormat, int], ...] = ONE_SIZE
     faults: float = 0.0
+    shares: Mapping[bytes, float] = field(default_factory=dict)  # by digest of a tenant
+    margin: int = 0  # bytes; above 0 pages are saved when they are about to leave
+    rvi: bool = False
+    settings: PolicySettings | None = None  # of the policy, where it is one of those that workers have
+    weights: ScoreWeights = PREEMPTION
+    policy: Policy = field(init=False)
     table: PageTable = field(init=False)
     scheduler: Scheduler = field(init=False)
+    l1: L1 = field(init=False)
     memory: Memory = field(default_factory=Memory)
     node: dict[tuple[PageKey, PageFormat], Page] = field(default_factory=dict)
     saving: list[Saving] = field(default_factory=list)
+    leaving: list[PageRecord] = field(default_factory=list)  # to be saved before they are evicted
     asked: list[Sequence] = field(default_factory=list)  # LOADING, before the node says what it has
     below: list[tuple[Load, Sequence, PageRef, Page]] = field(default_factory=list)  # leased, not yet copied
     coming: list[Coming] = field(default_factory=list)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finished: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
+    demoting: Counter[Sequence] = field(default_factory=Counter)  # copies of preempted ones' pages
     now: float = 0.0
     computed_rows: int = 0
     loaded_pages: list[PageRef] = field(default_factory=list)
@@ -114,14 +157,22 @@ class Machine:
     moves: int = 0
 
     def __post_init__(self) -> None:
-        self.table = PageTable(self.capacity, self.unit_bytes, self.page_tokens, self.pages)
+        self.policy = Rvi(PolicySettings(ghosts=4.0)) if self.rvi else Strict()
+        if self.settings is not None:
+            self.policy = make_policy(self.settings, self.capacity)
+        self.table = PageTable(
+            self.capacity, self.unit_bytes, self.page_tokens, self.pages, self.policy, self.shares
+        )
         self.table.can_save = self.has_node
+        self.table.margin_bytes = self.margin
         self.scheduler = Scheduler(
             self.table,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             load_deadline_s=5.0,
+            weights=self.weights,
         )
+        self.l1 = L1(self.table, self.scheduler)
 
     # From outside
 
@@ -138,23 +189,19 @@ class Machine:
             name, "t", tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), use_cache=use_cache
         )
         number = sum(r.spec.sampling.n for r in self.requests)
-        request = Request(spec, number, tenancy or tenancy_of("plain", PLAIN), self.now, 0.0)
-        seq = self.sequence(request, 0)
-        request.sequences.append(seq)
+        where = tenancy or tenancy_of("plain", PLAIN)
+        request = self.l1.hear(Add(number, spec, where, self.now, 0.0, 0, LONGEST), self.now)
         self.requests.append(request)
-        self.scheduler.add(seq)
         return request
-
-    def sequence(self, request: Request, index: int) -> Sequence:
-        return Sequence(request, index, self.page_tokens, (), 1 << 24)
 
     def clear(self, tenancy: Tenancy) -> Tenancy:
         """Clear a tree; running requests of it go on under another."""
-        self.table.clear(tenancy.tree, self.now)
+        self.l1.hear(ClearTree(tenancy.tree), self.now)
         fresh = replace(tenancy, tree=RootKey(self.rng.randbytes(32)))
         for request in self.requests:
-            if request.tenancy.tree == tenancy.tree:
-                request.tenancy = fresh
+            going = [seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED]
+            if request.tenancy.tree == tenancy.tree and going:
+                self.l1.hear(Retenant(going[0], fresh), self.now)
         return fresh
 
     # Steps
@@ -170,6 +217,7 @@ class Machine:
             self.end_saves(1.0)
             self.end_copies(1.0)
         self.scheduler.check()
+        self.check_rows()
         table = self.table
         assert table.limbo == table.copies_in_flight == 0
         assert sum(table.frames.slabs.used.values()) == sum(table.counts.values())
@@ -181,9 +229,11 @@ class Machine:
         self.copy_up(0.5)
         self.end_copies(0.5)
         self.expire()
+        before = set(self.scheduler.active)
         slots = dict.fromkeys((nbytes for group in self.pages for nbytes in group.values()), self.slots)
-        step = self.scheduler.schedule(self.now, can_load=self.has_node, free_slots=slots)
+        step = self.l1.hear(Schedule(self.has_node, slots), self.now)
         self.check_bounds(step, slots)
+        self.check_fairness(step, before)
         self.do(step.ops)
         for record in step.converted:
             assert not self.table.is_cached(record) or record.made_from
@@ -196,13 +246,40 @@ class Machine:
         self.answer_some(0.2)
         for row in step.rows:
             self.compute(row)
-        for row in step.rows:
-            for record in self.scheduler.advance(row, self.now):
+        if step.rows:
+            for record in self.l1.hear(Computed(), self.now):
                 assert self.table.is_cached(record)
         for row in step.rows:
             if row.samples:
                 self.sample(row.seq)
         self.scheduler.check()
+
+    def check_rows(self) -> None:
+        """The policy knows each cached page, and each that is remembered, and nothing else."""
+        table, policy = self.table, self.policy
+        if not isinstance(policy, Strict):
+            return
+        pooled = [record for record, _ in table.cached() if record.is_pooled]
+        others = {record.row: record.depth for record in pooled}
+        others |= {ghost.row: policy._runs[ghost.row].depth for ghost in table.ghosts._pages.values()}
+        policy.agrees_with(table.index, others)
+        rows = {record.row: record.in_use for record in pooled}
+        rows |= {ghost.row: ghost.in_use for ghost in table.ghosts._pages.values()}
+        assert all(policy.in_use[row] == in_use for row, in_use in rows.items())
+
+    def check_fairness(self, step: Step, before: set[Sequence]) -> None:
+        """Who was preempted often gives way only to others like it, and nobody is overtaken who could go on."""
+        victims = [demotion.seq for demotion in step.demotions]
+        running = [seq for seq in self.scheduler.active if seq.state is SequenceState.RUNNING]
+        for i, victim in enumerate(victims):
+            others = sorted({*running, *victims[i:]}, key=lambda seq: seq.number)[1:]
+            if victim.preemptions > SPARED_AFTER:
+                assert all(seq.preemptions >= SPARED_AFTER for seq in others), "a spared one is preempted"
+                assert victim is others[-1], "a spared one gives way to a younger one"
+        entered = [seq.number for seq in self.scheduler.active if seq not in before]
+        for seq in self.scheduler.waiting:
+            if seq not in victims and entered and seq.number < max(entered):
+                assert seq.copies or seq.blocked_on is not None, "a younger request goes first"
 
     def check_bounds(self, step: Step, slots: Mapping[int, int]) -> None:
         assert sum(row.length for row in step.rows) <= self.max_batch_tokens
@@ -300,19 +377,18 @@ class Machine:
 
     def sample(self, seq: Sequence) -> None:
         request = seq.request
-        siblings = []
+        siblings: list[Sequence] = []
         if request.usage is None:
-            usage = request.count_usage()
-            assert sum(usage.cached_tokens.values()) + usage.computed_tokens == usage.prompt_tokens
-            for index in range(1, request.spec.sampling.n):
-                child = self.sequence(request, index)
-                request.sequences.append(child)
-                siblings.append(child)
+            last = seq.number + request.spec.sampling.n - 1
+            siblings = self.l1.hear(Siblings(seq.number, last, LONGEST), self.now)
         for child in siblings:
-            self.do(self.scheduler.fork(seq, child, self.now))
+            self.do(self.l1.hear(Fork(child.number), self.now))
         for each in [seq, *siblings]:
             token = next_token(each.tokens[: each.length].tolist(), each.index)
-            each.append(token, self.now)
+            self.l1.hear(Sampled([each.number], [token]), self.now)
+            usage = request.usage
+            assert usage is not None
+            assert sum(usage.cached_tokens.values()) + usage.computed_tokens == usage.prompt_tokens
             self.outputs.setdefault((request.spec.request_id, each.index), []).append(token)
             reason = each.ends_with(token)
             if reason is not None:
@@ -321,7 +397,7 @@ class Machine:
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         self.asked = [s for s in self.asked if s is not seq]
         self.below = [entry for entry in self.below if entry[1] is not seq]
-        self.scheduler.finish(seq, self.now)
+        self.l1.hear(Finish(seq.number, reason, seq.kind(reason)), self.now)
         self.finished[seq.request.spec.request_id, seq.index] = reason
 
     # The node
@@ -361,7 +437,8 @@ class Machine:
                     page = self.missing(seq, load, group, i, need.recipe.format_at(i, position, page_tokens))
                     if page is not None:
                         refs.append(((group, i), page))
-        load.locate(pages, [ref for ref, _ in refs], Missing(pages, "never_stored", ""))
+        missing = Missing(pages, "never_stored", "")
+        self.l1.hear(Found(seq.number, pages, [ref for ref, _ in refs], missing), self.now)
         self.rng.shuffle(refs)
         self.below += [(load, seq, ref, page) for ref, page in refs]
         self.finish_load(seq)
@@ -397,11 +474,11 @@ class Machine:
             if self.rng.random() > chance:
                 self.below.append((load, seq, ref, page))
             elif self.rng.random() < self.faults:
-                load.cut(ref[1], Missing(ref[1], "load_failed", ""))
+                self.l1.hear(Cut(seq.number, Missing(ref[1], "load_failed", "")), self.now)
                 self.finish_load(seq)
             else:
-                frame = self.scheduler.place(seq, ref, page.format, self.now)
-                self.do(self.table.take_ops())
+                frame = self.l1.hear(Place(seq.number, ref, page.format), self.now)
+                self.do(self.l1.hear(TakeOps(), self.now))
                 if frame is None:
                     self.finish_load(seq)
                 else:
@@ -415,15 +492,15 @@ class Machine:
                 continue
             page, ref = each.page, each.ref
             self.memory.write(each.frame, self.units(page.group, page.format), page)
-            self.table.end_copy(each.frame)
+            self.l1.hear(EndCopies([each.frame]), self.now)
             if each.seq.load is not each.load or each.seq.state is not SequenceState.LOADING:
                 continue
             if not each.load.wants(ref):
                 continue
             if self.rng.random() < self.faults:
-                each.load.cut(ref[1], Missing(ref[1], "corrupt", ""))
+                self.l1.hear(Cut(each.seq.number, Missing(ref[1], "corrupt", "")), self.now)
             else:
-                self.scheduler.arrive(each.seq, ref, TierName.HOST, self.now)
+                self.l1.hear(Arrive(each.seq.number, ref, TierName.HOST), self.now)
                 self.loaded_pages.append(ref)
             self.finish_load(each.seq)
 
@@ -432,29 +509,29 @@ class Machine:
             assert seq.load is not None
             if self.now > seq.load.deadline_s and self.faults:
                 self.asked = [s for s in self.asked if s is not seq]
-                seq.load.give_up("deadline", "")
+                self.l1.hear(GiveUp(seq.number, "deadline", ""), self.now)
                 self.finish_load(seq)
 
     def finish_load(self, seq: Sequence) -> None:
         if seq.load is not None and seq.load.is_complete and seq.state is SequenceState.LOADING:
-            pages = self.scheduler.loaded(seq, self.now)
+            pages = self.l1.hear(LoadOver(seq.number), self.now)
             assert pages >= 0
 
     # Saves
 
     def demote(self, seq: Sequence, page: DemotedPage) -> None:
         full = page.tokens == self.page_tokens
-        end = page.depth * self.page_tokens + page.tokens
-        key = (
-            seq.page_key(page.depth, self.page_tokens, page.group)
-            if full
-            else seq.tail_key(end, self.page_tokens, page.group)
-        )
+        root, end = seq.groups[page.group].root, page.depth * self.page_tokens + page.tokens
+        salt = seq.request.tenancy.salt
+        chain = page_keys(root, salt, seq.tokens[:end], self.page_tokens, include_partial=True)
+        *_, parent, key = (root, *chain)
         copy = self.memory.read(page.frame).copy()
         if not full:
             copy.tokens[page.tokens :] = [None] * (self.page_tokens - page.tokens)
         assert copy.format is page.format and None not in copy.tokens[: page.tokens]
-        self.saving.append(Saving(page.frame, key, copy, seq, page.record))
+        assert (page.key, page.parent) == (key, parent)
+        self.demoting[seq] += 1
+        self.saving.append(Saving(page.frame, page.key, copy, seq, page.record))
 
     def end_saves(self, chance: float) -> None:
         left, self.saving = self.saving, []
@@ -467,26 +544,38 @@ class Machine:
             assert page.format is saving.page.format and page.tokens[: len(tokens)] == tokens, (
                 "reused under a copy"
             )
-            self.table.end_copy(saving.frame)
+            self.l1.hear(EndCopies([saving.frame]), self.now)
             if saving.seq is not None:
-                saving.seq.copies -= 1
+                self.end_demotion(saving.seq)
             is_written = self.rng.random() >= self.faults
             if is_written:
                 self.node[saving.key, page.format] = saving.page
             if saving.record is not None and self.table.is_cached(saving.record):
-                self.table.saved(saving.record, is_written, self.now)
+                self.l1.hear(Saved(saving.record.frame, is_written), self.now)
         self.save_through()
+
+    def end_demotion(self, seq: Sequence) -> None:
+        """One of a preempted sequence's pages has been copied down."""
+        self.demoting[seq] -= 1
+        if not self.demoting[seq] and seq.state is not SequenceState.FINISHED:
+            self.l1.hear(PreemptedSaved(seq.number, True), self.now)
 
     def save_through(self) -> None:
         """Cached pages reach the node sooner or later, unless it has no room for them."""
         if not self.has_node or not self.slots:
             return
-        self.do(self.table.take_ops())
-        assert not any(record.is_put_off for record in self.table.take_due())
-        for record, _ in list(self.table.cached()):
+        self.do(self.l1.hear(TakeOps(), self.now))
+        due = self.l1.hear(TakeDue(), self.now)
+        assert not any(record.is_put_off for record in due)
+        records = [record for record, _ in self.table.cached()]
+        if self.margin:
+            self.leaving += [record for record in due if record.leaves]
+            self.leaving += self.l1.hear(SetAside(), self.now)
+            self.leaving = [record for record in self.leaving if self.table.is_cached(record)]
+            records = self.leaving
+        for record in list(records):
             if record.save is SaveState.DIRTY and not record.is_put_off and self.rng.random() < 0.5:
-                record.save = SaveState.SAVING
-                self.table.start_copy(record.frame)
+                self.l1.hear(StartSave(record.frame), self.now)
                 page = self.memory.read(record.frame).copy()
                 self.saving.append(Saving(record.frame, record.key, page, None, record))
 
@@ -497,9 +586,7 @@ def tenancy_of(
     """Where pages of one kind of request are found; `exact` is the kind that a lossy one may take pages of."""
     roots = tuple(RootKey(f"{name} {group}".encode().ljust(32)) for group in range(len(needs)))
     others = exact.roots if exact else ()
-    return Tenancy(
-        roots, b"s" * 64, b"t" * 16, RootKey(f"tree {name}".encode().ljust(32)), needs, others, lossy
-    )
+    return Tenancy(roots, b"s" * 64, TENANT, RootKey(f"tree {name}".encode().ljust(32)), needs, others, lossy)
 
 
 def next_token(tokens: list[int], index: int) -> int:

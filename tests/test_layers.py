@@ -33,7 +33,7 @@ ONLY_IN = {
     "tokenizers": ["workers/model*.py"],
     "huggingface_hub": ["workers/model*.py"],
     "gguf": ["workers/model*.py"],
-    "matplotlib": ["src/kvtier/quality.py"],
+    "matplotlib": ["src/kvtier/quality.py", "src/kvtier/plots.py"],
     "typer": ["src/kvtier/*"],
     "rich": ["src/kvtier/*"],
 }
@@ -47,28 +47,55 @@ NEVER = {
 PURE_WORKERS = (
     *("sequence", "page_table", "scheduler"),
     *("frames", "page_cache", "page_pool", "pooled_pages"),
+    *("ghosts", "ranks", "turns", "costs", "expected"),
+    *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1"),
 )
 PURE = (
     [
         f"tier/{name}.py"
         for name in (
-            *("page", "identity", "prefix", "score", "coordinator", "stats", "messages", "base"),
+            *(
+                "page",
+                "identity",
+                "prefix",
+                "prefix_node",
+                "score",
+                "coordinator",
+                "stats",
+                "messages",
+                "base",
+            ),
+            *("ghost_cache", "guard", "hazard", "oldest", "policies", "releases", "run_table", "rvi"),
+            *("sampled", "three_terms"),
+            *("plan", "plan_notes", "plan_tiers", "model_numbers", "model_presets"),
+            *("checkpoint", "recording", "recorded_node", "recorded_trace", "rerun"),
+            *("trace", "trace_formats", "trace_pages", "replay", "replay_chain", "replay_models"),
             *(
                 "cache_state",
                 "records",
                 "events",
                 "misses",
-                "lru",
                 "recipe",
                 "lookup",
                 "slots",
                 "room",
                 "cache_check",
+                "outbox",
+                "sinking",
+                "uses",
+                "verbs",
+                "worth",
+                "ranking",
+                "shares",
+                "chain_replay",
+                "chain_upper",
+                "chain_node",
             ),
         )
     ]
+    + [f"tier/baselines/{file.name}" for file in sorted((ROOT / "tier/baselines").glob("*.py"))]
     + [f"workers/{name}.py" for name in PURE_WORKERS]
-    + [f"cluster/{name}.py" for name in ("config", "routing", "text")]
+    + [f"cluster/{name}.py" for name in ("config", "policies", "routing", "text")]
 )
 IMPURE_MODULES = {
     "time",
@@ -148,6 +175,8 @@ def test_every_file_keeps_to_its_layer() -> None:
         ("cluster/launch.py", "from rich.console import Console"),
         ("src/kvtier/cli/up.py", "import ray"),
         ("tier/coordinator.py", "from time import monotonic"),
+        ("tier/baselines/arc.py", "import random"),
+        ("tier/baselines/arc.py", "from kvtier.workers.api import Usage"),
         ("workers/scheduler.py", "import threading"),
         ("cluster/config.py", "import os"),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvtier.tier.cache_state import CacheState
-from kvtier.tier.page import slot_bytes
-from kvtier.tier.records import HostCopy, Kind, Page, SsdCopy, kind_of, parent_key
+from kvtier.tier.page import TierName, slot_bytes
+from kvtier.tier.records import HostCopy, Kind, Leaving, Page, SsdCopy, kind_of, parent_key
+from kvtier.tier.shares import UNLIMITED
+from kvtier.tier.worth import RankedState
 
 
-class CheckedState(CacheState):
-    """A CacheState that can tell whether its tables agree."""
+class CheckedState(RankedState):
+    """A RankedState that can tell whether its tables agree."""
 
     def check(self) -> None:
         """Re-derive every counter and table from scratch; AssertionError names what doesn't hold."""
@@ -21,15 +22,14 @@ class CheckedState(CacheState):
         self._check_waiting()
         self._check_pages()
         self._check_superseded()
+        self._check_leaving()
         self._check_ssd()
         self._misses.check()
-        for order in (
-            *(o for orders in self._orders.values() for o in orders),
-            self._ssd_superseded,
-            self._ssd_leaves,
-            self._ssd_inner,
-        ):
-            order.check()
+        self._check_shares()
+        self._histories.check({page.row for page in self._pages.values()})
+        for orders in (*self._orders.values(), *self._spare_orders, *self._ssd_orders.values()):
+            for order in orders:
+                order.check()
         assert not (self._drops or self._wipes or self._write_commands or self._answers or self._out)
 
     def _check_slots(self) -> None:
@@ -138,13 +138,14 @@ class CheckedState(CacheState):
             if self._slots.passing_slots(size) == 0:
                 assert self._emptying is not None, "a size is waited for that nothing is emptied for"
 
-    def _has_victim(self, size: int) -> bool:
-        """Is there a copy of this size that could go from L3 now?"""
+    def _has_victim(self, size: int, owner: bytes | None = None) -> bool:
+        """Is there a copy of this size, and owner, that could go from L3 now?"""
         return any(
             not copy.readers and not copy.page.pinned and self._may_lose(copy.page)
             for copy in self._copies.values()
             if copy.page.host is copy
             and copy.page.slot_bytes == size
+            and owner in (None, copy.page.owner)
             and not self._is_closed(copy.grant.slot)
         )
 
@@ -163,18 +164,13 @@ class CheckedState(CacheState):
                 children[parent] += 1
             if page.host is not None:
                 assert self._copies[page.host.grant.slot] is page.host
-                orders = self._orders[page.slot_bytes]
-                dirty = orders.dirty_inner if page.envelope.key in self._children else orders.dirty
-                order = (
-                    orders.superseded if page.superseded else orders.clean if page.ssd is not None else dirty
-                )
+                order = self._orders[page.slot_bytes, page.owner][self._rank(page)]
                 assert page.host_order is None or (page.host_order is order and page in order)
                 assert page.host_order or page.host.readers or page.pinned, (
                     "a copy in L3 that can't be evicted"
                 )
             if page.ssd is not None:
-                chain_order = self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
-                order = self._ssd_superseded if page.superseded else chain_order
+                order = self._ssd_orders[page.owner][self._ssd_rank(page)]
                 assert page.ssd_order is None or (page.ssd_order is order and page in order)
                 assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
         assert children == self._children
@@ -184,9 +180,41 @@ class CheckedState(CacheState):
         assert self._pins_to_come.keys() == {p for p in pinned if p.host is None or p.host.holds}
         assert self._pinned_bytes == sum(page.slot_bytes for page in pinned) <= self._max_pinned_bytes()
         assert all(self._pages[page.id] is page and page.ssd is not None for page in self._touched)
+        pages = self._pages.values()
         listed = sum(len(order) for orders in self._orders.values() for order in orders)
-        assert listed == sum(p.host_order is not None for p in self._pages.values())
+        assert listed == sum(p.host_order is not None for p in pages)
+        listed = sum(len(order) for orders in self._ssd_orders.values() for order in orders)
+        assert listed == sum(p.ssd_order is not None for p in pages)
+        assert len({page.row for page in pages}) == len(pages), "two pages of one history"
         assert self._host_holds.keys == _kinds_by_key(p for p in self._pages.values() if p.host is not None)
+
+    def _check_leaving(self) -> None:
+        """What leaves L3 has somewhere to be found, or nothing behind it in its chain; what is above is one worker's."""
+        refs = {worker.ref for worker in self._live()}
+        for page in self._pages.values():
+            assert not page.above or (self._demotes and not page.shared and page.user in refs)
+            if page.leaving is not Leaving.STAYS:
+                assert self._demotes and page.host is not None
+            if page.leaving is Leaving.GOES:
+                assert page.envelope.key not in self._children, "a page goes on which others hang"
+
+    def _check_shares(self) -> None:
+        """What tenants hold is counted, and who is over its share has nothing to give."""
+        for tier, held in self._shares.held.items():
+            counted: Counter[bytes] = Counter(dict.fromkeys(held, 0))
+            if tier is TierName.HOST:
+                for copy in self._copies.values():
+                    counted[copy.page.owner] += copy.page.slot_bytes
+            else:
+                entries = [(p, p.ssd.entry) for p in self._pages.values() if p.ssd is not None]
+                entries += [(write.page, write.entry) for write in self._writes.values()]
+                entries += [(page, copy.entry) for copy, page in self._leaving.items()]
+                for page, entry in entries:
+                    counted[page.owner] += entry.slot_bytes
+            del counted[UNLIMITED]
+            assert counted == held
+        for owner in self._shares.over(TierName.HOST):
+            assert not any(self._has_victim(size, owner) for size in {s for s, _ in self._orders})
 
     def _check_superseded(self) -> None:
         """What goes first has a page made from it here, and waits for L4 only while somebody reads it."""

@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from kvtier.tier.base import CatalogueEntry, Outcome, PageInfo, Place, SegmentAllocator
+from kvtier.tier.base import CatalogueEntry, PageInfo, Place, SegmentAllocator
 from kvtier.tier.events import (
-    Answer,
-    Command,
     CommitCatalogue,
-    ForgetTenant,
-    Note,
     PageId,
     SaveStored,
-    Send,
     StoredBefore,
-    WipeSlots,
     WorkerRef,
-    WritePage,
 )
-from kvtier.tier.lru import Lru
-from kvtier.tier.messages import Grant, HostPage, Loaded, LoadFailed, Missing, PageRef, ToWorker
+from kvtier.tier.messages import Grant, HostPage, Loaded, LoadFailed, Missing, PageRef
 from kvtier.tier.misses import Misses, at
+from kvtier.tier.outbox import Outbox
 from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.policies import make_policy
+from kvtier.tier.ranking import Histories, Order
 from kvtier.tier.records import (
     Bandwidth,
     Check,
+    CopyTime,
     Emptying,
     Holdings,
     HostCopy,
-    HostOrders,
+    HostRank,
     Job,
     Kind,
+    Leaving,
     Limits,
     Load,
     Page,
     Request,
     SsdCopy,
+    SsdRank,
     Worker,
     Write,
+    host_orders,
     kind_of,
+    page_info,
     parent_key,
+    ssd_orders,
 )
+from kvtier.tier.score import PolicySettings, Use
+from kvtier.tier.shares import Shares
 from kvtier.tier.slots import HostSlots
 from kvtier.tier.stats import Snapshot, TierCounters
 
+WriteMode = Literal["through", "demote"]
+NO_KINDS: frozenset[Kind] = frozenset()
+MAX_GHOSTS = 1_000_000  # pages that aren't here and whose uses are remembered
 
-class CacheState:
+
+class CacheState(Outbox):
     """All that a node knows of its cache: slots, pages, workers, requests and transfers, and the commands to give.
 
     `check` (cache_check.py) states the invariants; every event leaves them true.
@@ -69,7 +77,12 @@ class CacheState:
         wall_offset_s: float = 0.0,
         now: float = 0.0,
         limits: Limits | None = None,
+        policy: PolicySettings = PolicySettings(),  # noqa: B008  frozen
+        write: WriteMode = "through",
+        shares: Mapping[bytes, float] | None = None,
+        page_bytes: int | None = None,
     ) -> None:
+        super().__init__()
         self.node_id, self.incarnation = node_id, incarnation
         self.limits = limits or Limits()
         # Bytes of slots in flight; one page more than none may always be.
@@ -93,7 +106,21 @@ class CacheState:
         self._granted: dict[int, Worker] = {}
         self._copies: dict[int, HostCopy] = {}
         self._arriving: dict[int, Load] = {}
-        self._orders: dict[int, HostOrders] = {}  # by slot size
+        capacity_bytes = host.capacity_bytes + (0 if ssd is None else ssd.capacity_bytes)
+        capacity_pages = max(1, capacity_bytes // slot_bytes(page_bytes or 1))
+        self._policy = make_policy(policy, capacity_pages)
+        self._demotes = write == "demote"
+        # Where pages are stored after their use, their uses must be known until they are.
+        ghosts = max(self._policy.ghosts, 1.0 if self._demotes else 0.0)
+        max_ghosts = min(MAX_GHOSTS, int(ghosts * capacity_pages))
+        self._histories: Histories[bytes] = Histories(self._policy, max_ghosts)
+        self._shares = Shares(shares or {}, host.capacity_bytes, 0 if ssd is None else ssd.capacity_bytes)
+        self._orders: dict[tuple[int, bytes], list[Order[Page]]] = {}  # by slot size and owner, then HostRank
+        self._spare_orders: list[list[Order[Page]]] = []  # of sizes that nobody uses any more
+        self._values: dict[Page, float] = {}  # of copies in L3, lately
+        self._ssd_values: dict[Page, float] = {}
+        self._valued_at = now
+        self._copy_time = CopyTime()
         self._emptying: Emptying | None = None
         self._has_emptied = False
         self._host_holds = Holdings()
@@ -101,10 +128,9 @@ class CacheState:
         self._ssd = ssd
         self._ssd_variants = ssd_variants  # those that go to L4; None: all
         self._ssd_holds = Holdings()
-        self._ssd_superseded: Lru[Page] = Lru()
-        self._ssd_leaves: Lru[Page] = Lru()
-        self._ssd_inner: Lru[Page] = Lru()
-        self._leaving: dict[SsdCopy, None] = {}  # dropped from the catalogue, still being read
+        self._ssd_orders: dict[bytes, list[Order[Page]]] = {}  # by owner, then SsdRank
+        self._has_refused = False  # a page was not written, because loading it takes too long; said once
+        self._leaving: dict[SsdCopy, Page] = {}  # dropped from the catalogue, still being read
         self._ssd_generation = max((e.generation for e in recovered), default=0)
         self._ssd_failing = False
         self._touched: dict[Page, None] = {}
@@ -113,7 +139,6 @@ class CacheState:
         self._sizes: Counter[int] = Counter()  # slot size -> live workers that use it
         self._raw_payloads: dict[bytes, int] = {}  # spec digest -> bytes in the model's raw format
         self._wants: dict[tuple[Worker, int], int] = {}  # slots wanted, by payload size
-        self._transfer = 0
         self._queue: dict[Load, None] = {}
         self._queued_bytes = 0  # payloads of the queued loads
         self._reads: dict[int, Load] = {}
@@ -130,12 +155,6 @@ class CacheState:
         self._host_counters = TierCounters()
         self._ssd_counters = TierCounters()
 
-        self._out: list[Command] = []
-        self._drops: list[PageId] = []
-        self._wipes: list[Place] = []
-        self._forget: ForgetTenant | None = None
-        self._write_commands: list[WritePage] = []
-        self._answers: list[Answer] = []
         for root, fields in roots:
             self._misses.add_root(root, fields)
         if stored_before is not None:
@@ -166,6 +185,8 @@ class CacheState:
         if self._ssd is not None:
             ssd.capacity_bytes, ssd.used_bytes = self._ssd.capacity_bytes, self._ssd.used_bytes
         self._ssd_holds.describe(ssd, self._raw_payloads)
+        host.policy = ssd.policy = self._policy.state
+        host.fallbacks = ssd.fallbacks = self._policy.fallbacks
         return Snapshot(tiers={TierName.HOST: host, TierName.SSD: ssd})
 
     def pages(self, tenant: bytes | None, tier: TierName | None, limit: int, now: float) -> list[PageInfo]:
@@ -176,11 +197,21 @@ class CacheState:
                 continue
             host, ssd, load = page.host, page.ssd, page.load
             if host is not None and tier in (None, TierName.HOST):
-                found.append(self._info(page, host.envelope, TierName.HOST, host.readers, "sealed", now))
+                found.append(
+                    page_info(self.node_id, page, host.envelope, TierName.HOST, host.readers, "sealed", now)
+                )
             if ssd is not None and tier in (None, TierName.SSD):
-                found.append(self._info(page, ssd.entry.envelope, TierName.SSD, ssd.readers, "sealed", now))
+                found.append(
+                    page_info(
+                        self.node_id, page, ssd.entry.envelope, TierName.SSD, ssd.readers, "sealed", now
+                    )
+                )
             if load is not None and load.transfer is not None and tier in (None, TierName.HOST):
-                found.append(self._info(page, load.source.entry.envelope, TierName.HOST, 0, "arriving", now))
+                found.append(
+                    page_info(
+                        self.node_id, page, load.source.entry.envelope, TierName.HOST, 0, "arriving", now
+                    )
+                )
             if len(found) >= limit:
                 return found[:limit]
         return found
@@ -188,14 +219,24 @@ class CacheState:
     # ---- pages come and go -------------------------------------------------------------------------------------
 
     def _recover(self, recovered: Sequence[CatalogueEntry]) -> None:
-        for entry in recovered:
-            page = self._create(entry.envelope, entry.content)
+        """The pages of the catalogue, as if each had been let go when it was last used."""
+        by_use: dict[float, list[Page]] = {}
+        offset_s, latest = self._wall_offset_s, self._now
+        for entry in sorted(recovered, key=lambda entry: (entry.last_use_s, entry.envelope.depth)):
+            last_use = min(latest, entry.last_use_s - offset_s)
+            page = self._create(entry.envelope, entry.content, last_use)
             page.ssd = SsdCopy(entry)
             page.uses = entry.uses
-            page.last_use = min(self._now, entry.last_use_s - self._wall_offset_s)
+            self._shares.take(TierName.SSD, page.owner, entry.slot_bytes)
             self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
             if page.content:
                 self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
+            by_use.setdefault(last_use, []).append(page)
+        for last_use, pages in by_use.items():
+            deepest = pages[-1].envelope.depth
+            behind = [deepest - page.envelope.depth for page in pages]
+            rows = [page.row for page in pages]
+            self._histories.end(rows, behind, Use(deepest + 1, 0), last_use, last_use)
         for page in self._pages.values():
             original = self._original(page)
             if original is not None and original.last_use <= page.last_use:
@@ -211,10 +252,13 @@ class CacheState:
                 self._misses.add_content(envelope.tenant, entry.content, envelope.root, page_id)
             self._misses.left(page_id, "lost", detail)
 
-    def _create(self, envelope: Envelope, content: bytes) -> Page:
-        page = Page(
-            (envelope.key, envelope.variant), envelope, self._now, content if envelope.depth == 0 else b""
-        )
+    def _create(self, envelope: Envelope, content: bytes, now: float) -> Page:
+        nbytes = slot_bytes(envelope.payload_bytes)
+        row = self._histories.came(envelope.key, envelope.depth, nbytes, now)
+        owner = self._shares.owner(envelope.tenant)
+        if envelope.depth:
+            content = b""
+        page = Page((envelope.key, envelope.variant), envelope, row, now, content, owner)
         self._pages[page.id] = page
         self._variants[envelope.variant] += 1
         self._misses.came(page.id)
@@ -222,13 +266,17 @@ class CacheState:
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
             if self._children[parent] == 1:
-                self._settle_all(parent)
+                for above in self._named(parent):
+                    if above.leaving is Leaving.GOES:
+                        above.leaving = Leaving.STAYS
+                    self._settle(above)
         return page
 
     def _arrive(self, page: Page, grant: Grant, envelope: Envelope) -> HostCopy:
         copy = HostCopy(page, grant, envelope)
         self._copies[grant.slot] = copy
         page.host = copy
+        self._shares.take(TierName.HOST, page.owner, page.slot_bytes)
         self._host_holds.add(page.envelope, self._kinds_beside(page, TierName.HOST))
         if page.pinned:
             self._mark_lasting(copy)
@@ -248,6 +296,9 @@ class CacheState:
         if not self._variants[page.id[1]]:
             del self._variants[page.id[1]]
         self._misses.left(page.id, reason, detail)
+        self._histories.left(page.envelope.key, page.row)
+        self._values.pop(page, None)
+        self._ssd_values.pop(page, None)
         original = self._original(page)
         if original is not None and original.superseded and not self._is_converted(original):
             self._restore(original)
@@ -261,11 +312,12 @@ class CacheState:
     def _evict_host(self, page: Page) -> None:
         self._host_counters.evicted_pages += 1
         self._drop_host(page)
-        self._lost_if_nowhere(page, "evicted", self._by_lru(page, TierName.HOST))
+        self._lost_if_nowhere(page, "evicted", self._by_policy(page, TierName.HOST))
 
     def _drop_host(self, page: Page) -> None:
         copy, page.host = page.host, None
         assert copy is not None
+        page.leaving = Leaving.STAYS
         self._host_holds.remove(page.envelope, self._kinds_beside(page, TierName.HOST))
         self._to_write.pop(page, None)
         self._settle(page)
@@ -278,15 +330,17 @@ class CacheState:
         """The record goes now, the slot when its readers are gone."""
         copy, page.ssd = page.ssd, None
         assert copy is not None
+        if page.leaving is Leaving.SINKS and page.envelope.key not in self._children:
+            page.leaving = Leaving.GOES
         self._ssd_holds.remove(page.envelope, self._kinds_beside(page, TierName.SSD))
         self._drops.append(page.id)
         self._touched.pop(page, None)
         self._settle(page)
         if copy.readers:
             copy.wipe = wipe
-            self._leaving[copy] = None
+            self._leaving[copy] = page
         else:
-            self._free_place(copy.entry.place, wipe)
+            self._free_place(page, copy.entry.place, wipe)
 
     def _drop_corrupt(self, copy: HostCopy, found_by: str) -> None:
         """A copy in L3 failed its checksum: it is never served again, whoever still reads it."""
@@ -317,7 +371,7 @@ class CacheState:
             return
         if copy in self._leaving:
             del self._leaving[copy]
-            self._free_place(copy.entry.place, copy.wipe)
+            self._free_place(page, copy.entry.place, copy.wipe)
         elif copy.leave:
             self._drop_ssd(page)
             self._lost_if_nowhere(page, "evicted", self._by_request(TierName.SSD))
@@ -326,6 +380,7 @@ class CacheState:
 
     def _free_slot(self, copy: HostCopy) -> None:
         del self._copies[copy.grant.slot]
+        self._shares.take(TierName.HOST, copy.page.owner, -copy.page.slot_bytes)
         self._slots.free(copy.grant.slot)
 
     def _mark_lasting(self, copy: HostCopy) -> None:
@@ -352,9 +407,10 @@ class CacheState:
         if page.host is not None:
             self._mark_lasting(page.host)
 
-    def _free_place(self, place: Place, wipe: bool) -> None:
+    def _free_place(self, page: Page, place: Place, wipe: bool) -> None:
         assert self._ssd is not None
         self._ssd.free(place)
+        self._shares.take(TierName.SSD, page.owner, -page.slot_bytes)
         if wipe:
             self._wipes.append(place)
 
@@ -475,14 +531,37 @@ class CacheState:
             self._queue_write(page)
 
     def _queue_write(self, page: Page) -> None:
+        """A page has come to L3, or counts again: it goes on to L4, unless that is left to its ranking."""
+        if not self._demotes:
+            self._sink(page)
+
+    def _sink(self, page: Page) -> None:
         """Queue a page of L3 for L4, unless it is there, on its way, superseded, or never goes there."""
         write = self._writing.get(page.id)
         is_underway = page.ssd is not None or (write is not None and write.page is page)
         if not (is_underway or page.superseded or self._quiesced) and self._sinks(page):
-            self._to_write[page] = None
+            if self._is_worth_loading(page):
+                self._to_write[page] = None
+            else:
+                self._ssd_counters.refused_writes += 1
+
+    def _is_worth_loading(self, page: Page) -> bool:
+        """Whether reading a page from L4 takes less than computing it, as far as both have been measured."""
+        load_s = self._ssd_load_s(page.slot_bytes)
+        compute_s = self._policy.costs.recompute_s(page.envelope.depth)
+        is_slow = 0 < compute_s < load_s
+        if is_slow and not self._has_refused:
+            self._has_refused = True
+            self._note(
+                f"pages such as {page.envelope.key.hex()[:16]} are not written to L4: reading one takes "
+                f"{load_s * 1e3:.1f} ms, computing it {compute_s * 1e3:.1f} ms"
+            )
+        return not is_slow
 
     def _kinds_beside(self, page: Page, tier: TierName) -> frozenset[Kind]:
         """The kinds of the other pages of this page's key that a tier holds."""
+        if len(self._variants) == 1:
+            return NO_KINDS
         return frozenset(
             kind_of(other.envelope)
             for other in self._named(page.envelope.key)
@@ -494,15 +573,19 @@ class CacheState:
     def _settle(self, page: Page) -> None:
         """Put the page's copies into the orders they are evicted by. Leaves of the forest of chains come before inner
         pages, so that what stays can still be found by its prefix; a clean copy in L3 is no loss, so any will do.
-        Superseded pages come before all: what was made from them has their place in the chain.
+        Spent pages come before all: superseded ones, whose place in the chain others have taken, and copies of what a
+        worker will bring down again. Where pages are demoted, clean copies go only when their turn has come (`leaving`),
+        and copies in L4 of what stays above are spare.
 
         A copy that turns out to be in use when its turn comes leaves its order, and is settled again after use.
         """
-        order: Lru[Page] | None = None
+        order: Order[Page] | None = None
         if page.host is not None:
-            orders = self._orders.get(page.slot_bytes) or self._orders_of(page.slot_bytes)
+            orders = self._orders.get((page.slot_bytes, page.owner))
+            if orders is None:
+                orders = self._orders_of(page.slot_bytes, page.owner)
             order = orders[self._rank(page)]
-            if page.superseded and not page.host.readers:
+            if (page.superseded or page.above) and not page.host.readers:
                 self._to_write.pop(page, None)
         if order is not page.host_order:
             if page.host_order is not None:
@@ -512,7 +595,10 @@ class CacheState:
             page.host_order = order
         order = None
         if page.ssd is not None:
-            order = self._ssd_order(page)
+            ranks = self._ssd_orders.get(page.owner)
+            if ranks is None:
+                ranks = self._ssd_orders[page.owner] = ssd_orders(self._policy, demotes=self._demotes)
+            order = ranks[self._ssd_rank(page)]
         if order is not page.ssd_order:
             if page.ssd_order is not None:
                 page.ssd_order.discard(page)
@@ -520,29 +606,54 @@ class CacheState:
                 order.add(page)
             page.ssd_order = order
 
-    def _rank(self, page: Page) -> int:
+    def _rank(self, page: Page) -> HostRank:
         """Which of the orders of L3 a page belongs to."""
-        if page.superseded:
-            return 0
-        return 1 if page.ssd is not None else 2 + (page.envelope.key in self._children)
+        if page.superseded or page.above:
+            return HostRank.SPENT
+        if self._demotes:
+            if page.leaving is not Leaving.STAYS:
+                can_go = page.ssd is not None or page.leaving is Leaving.GOES
+                return HostRank.CLEAN if can_go else HostRank.SINKING
+        elif page.ssd is not None:
+            return HostRank.CLEAN
+        return HostRank.INNER if page.envelope.key in self._children else HostRank.LEAF
 
-    def _ssd_order(self, page: Page) -> Lru[Page]:
-        """The order of L4 that a page belongs to."""
+    def _ssd_rank(self, page: Page) -> SsdRank:
+        """Which of the orders of L4 a page belongs to."""
         if page.superseded:
-            return self._ssd_superseded
-        return self._ssd_inner if page.envelope.key in self._children else self._ssd_leaves
+            return SsdRank.SPENT
+        if page.above or (self._demotes and page.host is not None and page.leaving is Leaving.STAYS):
+            return SsdRank.SPARE
+        return SsdRank.INNER if page.envelope.key in self._children else SsdRank.LEAF
 
     def _settle_all(self, key: bytes) -> None:
-        for variant in self._variants:
-            if (page := self._pages.get((key, variant))) is not None:
-                self._settle(page)
+        for page in self._named(key):
+            self._settle(page)
 
-    def _orders_of(self, size: int) -> HostOrders:
-        """The orders of a size that comes into use; those of sizes that nobody uses any more go."""
-        for other in [s for s, o in self._orders.items() if s not in self._sizes and not any(map(len, o))]:
-            del self._orders[other]
-        orders = self._orders[size] = HostOrders()
+    def _stay(self, page: Page) -> None:
+        """Its turn to leave L3 has not come after all."""
+        if page.leaving is not Leaving.STAYS:
+            page.leaving = Leaving.STAYS
+            self._to_write.pop(page, None)
+            self._settle(page)
+
+    def _orders_of(self, size: int, owner: bytes) -> list[Order[Page]]:
+        """The orders of a size that comes into use; those of sizes that nobody uses any more make place."""
+        for key in [k for k, o in self._orders.items() if k[0] not in self._sizes and not any(map(len, o))]:
+            self._spare_orders.append(self._orders.pop(key))
+        spare = self._spare_orders
+        orders = spare.pop() if spare else host_orders(self._policy, demotes=self._demotes)
+        self._orders[size, owner] = orders
         return orders
+
+    def _host_load_s(self, size: int) -> float:
+        """Seconds that bringing a page up from L3 takes; 0.0 while not measured."""
+        return size * self._copy_time.byte_s
+
+    def _ssd_load_s(self, size: int) -> float:
+        """Seconds that bringing a page up from L4 takes; 0.0 while not measured."""
+        bandwidth = self._bandwidth.measured(self._now)
+        return 0.0 if bandwidth is None else size / bandwidth + self._host_load_s(size)
 
     def _sinks(self, page: Page) -> bool:
         """Whether pages such as this one go to L4."""
@@ -552,41 +663,7 @@ class CacheState:
             and (self._ssd_variants is None or page.id[1] in self._ssd_variants)
         )
 
-    def _may_lose(self, page: Page) -> bool:
-        """May a page go from L3? One that L4 is to have waits while writes may soon leave clean ones."""
-        return page.ssd is not None or page.superseded or not self._writes or not self._sinks(page)
-
-    def _room_to_grant(self, worker: Worker, payload_bytes: int) -> int:
-        """Stocks take at most half of L3; of that each worker has its share, and of it each of its sizes."""
-        size = slot_bytes(payload_bytes)
-        share = self._slots.capacity_bytes // (2 * len(self._workers) * len(worker.sizes))
-        room = max(1, share // size) - worker.stock[size]
-        return min(room, self._slots.room_to_last(size, self._sizes, len(self._pins_to_come)))
-
-    def _may_read(self, page: Page) -> bool:
-        """May one more page be on its way up?"""
-        fits = self._read_bytes + page.slot_bytes <= self.max_read_bytes
-        return not self._reads or (len(self._reads) < self.limits.reads and fits)
-
-    def _host_victim(self, order: Lru[Page]) -> Page | None:
-        while (page := order.oldest()) is not None:
-            assert page.host is not None
-            if not page.host.readers and not page.pinned:
-                return page
-            order.discard(page)
-            page.host_order = None
-        return None
-
-    def _ssd_victim(self, order: Lru[Page]) -> Page | None:
-        while (page := order.oldest()) is not None:
-            assert page.ssd is not None
-            if not page.ssd.readers and not page.pinned:
-                return page
-            order.discard(page)
-            page.ssd_order = None
-        return None
-
-    # ---- commands, and words for what happened -----------------------------------------------------------------
+    # ---- what is to be kept, and words for what happened -----------------------------------------------------------------
 
     def _persist_uses(self) -> None:
         puts = []
@@ -603,47 +680,13 @@ class CacheState:
         if self._misses.unsaved and self._ssd is not None:
             self._out.append(SaveStored(self._misses.stored_before()))
 
-    def _take_commands(self) -> list[Command]:
-        # Dropped records are committed, and wiped slots wiped, before anything is written into their slots.
-        commands, self._out = self._out, []
-        if self._drops:
-            commands.append(CommitCatalogue((), tuple(self._drops)))
-            self._drops = []
-        if self._wipes:
-            commands.append(WipeSlots(tuple(self._wipes)))
-            self._wipes = []
-        if self._forget is not None:
-            commands.append(self._forget)
-            self._forget = None
-        commands.extend(self._write_commands)
-        self._write_commands = []
-        commands.extend(self._answers)
-        self._answers = []
-        return commands
-
-    def _send(self, worker: Worker, message: ToWorker) -> None:
-        if not worker.fenced:
-            self._out.append(Send(worker.ref, message))
-
-    def _answer(self, ticket: int, results: Iterable[tuple[bytes, Outcome]]) -> None:
-        self._answers.append(Answer(ticket, tuple(results)))
-
-    def _note(self, text: str) -> None:
-        self._out.append(Note(text))
-
-    def _next_transfer(self) -> int:
-        self._transfer += 1
-        return self._transfer
-
     def _live(self) -> list[Worker]:
         return list(self._workers.values())
 
-    def _named(self, key: bytes) -> Iterator[Page]:
+    def _named(self, key: bytes) -> list[Page]:
         """The pages of a key, one per variant."""
-        for variant in list(self._variants):
-            page = self._pages.get((key, variant))
-            if page is not None:
-                yield page
+        pages = self._pages
+        return [page for variant in self._variants if (page := pages.get((key, variant))) is not None]
 
     def _max_pinned_bytes(self) -> int:
         """Pins may take half of the smallest tier that is on: there is always something to evict."""
@@ -654,33 +697,13 @@ class CacheState:
     def _wall(self) -> str:
         return at(self._now + self._wall_offset_s)
 
-    def _by_lru(self, page: Page, tier: TierName) -> str:
-        idle_s = max(0.0, self._now - page.last_use)
+    def _by_policy(self, page: Page, tier: TierName) -> str:
+        if page.host is not None or page.ssd is not None:
+            return ""  # it hasn't left the node
         if page.superseded:
+            idle_s = max(0.0, self._now - page.last_use)
             return f"evicted from {tier} for a page made from it, idle {idle_s:.1f} s, at {self._wall()}"
-        return f"evicted from {tier} by lru, score = idle {idle_s:.1f} s, at {self._wall()}"
+        return f"evicted from {tier} by {self._policy.describe(page.row, self._now)}, at {self._wall()}"
 
     def _by_request(self, tier: TierName) -> str:
         return f"evicted from {tier} by request at {self._wall()}"
-
-    def _info(
-        self, page: Page, envelope: Envelope, tier: TierName, readers: int, state: str, now: float
-    ) -> PageInfo:
-        return PageInfo(
-            key=envelope.key.hex(),
-            tier=tier,
-            owner=self.node_id,
-            tenant=envelope.tenant.hex(),
-            root=envelope.root.hex(),
-            parent=envelope.parent.hex(),
-            variant=envelope.variant,
-            depth=envelope.depth,
-            tokens=envelope.tokens,
-            nbytes=envelope.payload_bytes,
-            uses=page.uses,
-            idle_s=max(0.0, now - page.last_use),
-            pinned=page.pinned,
-            readers=readers,
-            state=state,
-            made_from=envelope.made_from,
-        )

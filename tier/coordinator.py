@@ -8,9 +8,8 @@ catalogue mirror and the slots of L4, the grants and leases of the workers, and 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 
-from kvtier.tier.base import CatalogueEntry, Outcome, Place
 from kvtier.tier.events import (
     Clear,
     Command,
@@ -19,7 +18,6 @@ from kvtier.tier.events import (
     Event,
     Evict,
     Failure,
-    ForgetTenant,
     FromWorker,
     PageId,
     Pin,
@@ -32,12 +30,10 @@ from kvtier.tier.events import (
     Unpin,
     Verified,
     Verify,
-    VerifyPage,
     WorkerGone,
     WorkerRef,
     WriteDone,
     WriteFailed,
-    WritePage,
 )
 from kvtier.tier.identity import root_key
 from kvtier.tier.lookup import Hit, Lookup, malformed
@@ -61,22 +57,20 @@ from kvtier.tier.messages import (
     WantSlots,
     Welcome,
 )
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, TierName, slot_bytes
+from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, slot_bytes
 from kvtier.tier.records import (
-    Check,
     HostCopy,
-    Job,
+    Leaving,
     Load,
     Page,
     Request,
-    SsdCopy,
     Worker,
-    Write,
 )
-from kvtier.tier.room import HostRoom
+from kvtier.tier.uses import malformed as malformed_use
+from kvtier.tier.verbs import Verbs
 
 
-class Coordinator(HostRoom):
+class Coordinator(Verbs):
     """All decisions of a node's cache. One owner calls it, from one thread.
 
     L3 is what `host` has of slots (none: the tier is off, and with it what it would reach); L4 is what `ssd` allocates
@@ -94,15 +88,29 @@ class Coordinator(HostRoom):
         """Take one event; `now` never goes back. Commands are to be carried out in their order."""
         self._now = now
         self._apply(event)
+        self._pump_sinking()
         self._pump_writes()
+        self._pump_shares()
         self._pump_emptying()
+        self._pump_slots()
+        while self._pump_more():
+            self._pump_slots()
+        self._pump_checks()
+        return self._take_commands()
+
+    def _pump_more(self) -> bool:
+        """Whether slots may be had that weren't a moment ago: more pages leave for those that wait, or went."""
+        begun = bool(self._wants or self._queue) and self._pump_sinking()
+        if begun:
+            self._pump_writes()
+        return self._pump_shares() or begun
+
+    def _pump_slots(self) -> None:
         self._has_emptied = True
         while self._has_emptied:  # one size has got its slot, so another's turn may have come
             self._has_emptied = False
             self._pump_loads()
             self._pump_grants()
-        self._pump_checks()
-        return self._take_commands()
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -163,7 +171,7 @@ class Coordinator(HostRoom):
             case Copied():
                 self._copied(worker, message)
             case Finished():
-                pass
+                self._finished(worker, message)
             case Release():
                 request = worker.requests.get(message.request_id)
                 if request is not None:
@@ -219,6 +227,10 @@ class Coordinator(HostRoom):
         worker.fenced = True
         self._forget_wants(worker)
         self._sizes -= Counter(worker.sizes)
+        if self._demotes:
+            for page in self._pages.values():
+                if page.above and page.user == ref:
+                    self._bring_back(page)
         for request in list(worker.requests.values()):
             self._release(request, 0)
         for grant in list(worker.grants.values()):
@@ -282,15 +294,17 @@ class Coordinator(HostRoom):
             self._slots.free(stored.grant.slot)
             page.last_use = self._now
             self._restore(page)
+            self._came_down(page, worker)
             return page.host
         if page is not None and page.envelope.payload_bytes != stored.grant.payload_bytes:
             self._purge(page, "lost", wipe=False)  # no keys of ours name pages of two sizes
             page = None
         envelope = _envelope(stored)
         if page is None:
-            page = self._create(envelope, stored.content)
+            page = self._create(envelope, stored.content, self._now)
         page.last_use = self._now
         self._restore(page)
+        self._came_down(page, worker)
         self._host_counters.demoted_pages += 1
         self._host_counters.bytes_in += page.envelope.payload_bytes
         copy = self._arrive(page, stored.grant, envelope)
@@ -301,6 +315,27 @@ class Coordinator(HostRoom):
             if self._misses.unsaved >= self.limits.contents_unsaved:
                 self._save_stored()
         return copy
+
+    def _came_down(self, page: Page, worker: Worker) -> None:
+        """A worker has stored the page: its copies here count."""
+        self._is_used_by(page, worker)
+        self._bring_back(page)
+        self._stay(page)
+        if not self._demotes:
+            self._histories.begin([page.row], self._now)  # its request still runs
+
+    def _is_used_by(self, page: Page, worker: Worker) -> None:
+        """Remember whether one worker alone uses a page."""
+        page.shared |= page.user not in (None, worker.ref)
+        page.user = worker.ref
+
+    def _bring_back(self, page: Page) -> None:
+        """What a worker had taken up may not come down again."""
+        if page.above:
+            page.above = False
+            if page.host is not None and page.ssd is not None:
+                page.leaving = Leaving.SINKS  # on its way through L3, until it is known who has it
+            self._settle(page)
 
     # ---- lookups and leases ------------------------------------------------------------------------------------
 
@@ -337,16 +372,16 @@ class Coordinator(HostRoom):
         loading: list[PageRef] = []
         for ref, page in hit.needed:
             assert request is not None
-            page.uses += 1
             page.last_use = self._now
             self._restore(page)
-            if page.ssd is not None:
-                self._touched[page] = None
+            self._is_used_by(page, worker)
+            self._bring_back(page)
             if page.host is not None:
                 host.append(self._lease(request, ref, page.host, from_ssd=False))
             else:
                 self._wait_for(page, request, ref)
                 loading.append(ref)
+        self._histories.begin([page.row for _, page in hit.needed], self._now)
         self._send(worker, Located(message.request_id, hit.pages, host, loading, missing))
 
     def _without_node(self, message: Locate, reason: str, detail: str) -> tuple[Hit, Missing | None]:
@@ -417,7 +452,7 @@ class Coordinator(HostRoom):
     def _smaller_variant(self, wanted: tuple[PageId, ...], tenant: bytes) -> str:
         """The format, one of those that L4 keeps instead of L1's, in which one of these pages is here; "" for none."""
         for key, _ in wanted:
-            for variant in self._ssd_variants or ():
+            for variant in sorted(self._ssd_variants or ()):
                 page = self._pages.get((key, variant))
                 if page is not None and page.envelope.tenant == tenant:
                     return variant
@@ -433,11 +468,29 @@ class Coordinator(HostRoom):
             if copy is not None:
                 if ref in corrupt:
                     self._drop_corrupt(copy, "a worker's read")
+                elif self._demotes:
+                    self._taken_up(copy.page, worker)
                 self._end_read(copy)
         self._forget_if_over(request)
         self._host_counters.bytes_out += message.nbytes
+        self._copy_time.copied(message.nbytes, message.seconds)
         if message.pages:
             self._host_counters.loads_s.append(message.seconds / len(message.pages))
+
+    def _taken_up(self, page: Page, worker: Worker) -> None:
+        """A worker's L1 has the page now. Where no other uses it, one copy is enough, and that one will come down."""
+        if page.shared or page.user != worker.ref or not worker.hello.brings_down:
+            self._stay(page)
+        else:
+            page.above, page.leaving = True, Leaving.STAYS
+        self._settle(page)
+
+    def _finished(self, worker: Worker, message: Finished) -> None:
+        wrong = malformed_use(message, self.limits.keys_per_locate)
+        if wrong is None:
+            self._end_use(worker, message)
+        else:
+            self._fence(worker, f"it told of a request with {wrong}")
 
     def _release(self, request: Request, from_page: int) -> None:
         self._end_waits(request, from_page)
@@ -459,7 +512,7 @@ class Coordinator(HostRoom):
             page = load.page
             if not self._may_read(page):
                 return
-            grant = self._take_slot(page.envelope.payload_bytes)
+            grant = self._take_slot(page.envelope.payload_bytes, page.owner)
             if grant is None:
                 if self._slots.available(page.slot_bytes) > 0:
                     return
@@ -502,6 +555,8 @@ class Coordinator(HostRoom):
         if page.load is load:
             self._host_counters.promoted_pages += 1
             self._host_counters.bytes_in += grant.payload_bytes
+            if self._demotes and load.waiters:
+                page.leaving = Leaving.SINKS
             copy = self._arrive(page, grant, load.source.entry.envelope)
             self._serve_waiters(page, copy, from_ssd=True)
         else:
@@ -521,227 +576,15 @@ class Coordinator(HostRoom):
         self._end_ssd_read(page, load.source)
         self._lost_if_nowhere(page, reason, f"its copy in L4 was {failure} at {self._wall()}")
 
-    # ---- L3 -> L4 ----------------------------------------------------------------------------------------------
-
-    def _pump_writes(self) -> None:
-        while self._to_write and len(self._writes) < self.limits.writes:
-            # A page whose former life is still being written waits: its record must be the later one.
-            page = next((p for p in self._to_write if p.id not in self._writing), None)
-            if page is None or (self._writes and self._write_bytes + page.slot_bytes > self.max_write_bytes):
-                return
-            place = self._ssd_place(page.slot_bytes)
-            busy = self._leaving or self._reads or self._queue or self._checks or self._writes
-            if place is None and busy:
-                return  # room may come when these are done
-            del self._to_write[page]
-            if place is None:
-                continue
-            assert page.host is not None
-            self._ssd_generation += 1
-            entry = CatalogueEntry(
-                page.host.envelope, place, page.slot_bytes, self._ssd_generation, page.content, page.uses
-            )
-            entry.last_use_s = page.last_use + self._wall_offset_s
-            page.host.readers += 1
-            write = Write(page, page.host, entry)
-            transfer = self._next_transfer()
-            self._writes[transfer] = self._writing[page.id] = write
-            self._write_bytes += page.slot_bytes
-            self._write_commands.append(WritePage(transfer, page.host.grant.slot, entry))
-
-    def _end_write(self, transfer: int) -> Write:
-        write = self._writes.pop(transfer)
-        del self._writing[write.page.id]
-        self._write_bytes -= write.page.slot_bytes
-        return write
-
-    def _write_done(self, transfer: int) -> None:
-        write = self._end_write(transfer)
-        page = write.page
-        self._ssd_counters.bytes_in += page.envelope.payload_bytes
-        self._host_counters.bytes_out += page.envelope.payload_bytes
-        self._ssd_failing = False
-        if self._pages.get(page.id) is not page:  # it was dropped meanwhile
-            self._drops.append(page.id)
-            self._free_place(write.entry.place, write.wipe)
-        else:
-            self._ssd_counters.demoted_pages += 1
-            page.ssd = SsdCopy(write.entry)
-            self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
-            self._settle(page)
-        self._end_read(write.copy)
-
-    def _write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
-        write = self._end_write(transfer)
-        self._free_place(write.entry.place, wipe=False)
-        if failure == "corrupt":
-            self._drop_corrupt(write.copy, "the write to L4")
-        elif not self._ssd_failing:
-            self._ssd_failing = True
-            self._note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
-        self._end_read(write.copy)
-
-    def _ssd_place(self, size: int) -> Place | None:
-        assert self._ssd is not None
-        for _ in range(self.limits.evictions_per_write):
-            place = self._ssd.alloc(size)
-            if place is not None:
-                return place
-            orders = (self._ssd_superseded, self._ssd_leaves, self._ssd_inner)
-            page = next((victim for order in orders if (victim := self._ssd_victim(order))), None)
-            if page is None:
-                return None
-            self._ssd_counters.evicted_pages += 1
-            self._drop_ssd(page)
-            self._lost_if_nowhere(page, "evicted", self._by_lru(page, TierName.SSD))
-        return None
-
-    # ---- admin verbs -------------------------------------------------------------------------------------------
-
-    def _pin(self, key: bytes) -> Outcome:
-        outcome = Outcome.MISSING
-        for page in self._named(key):
-            outcome = Outcome.ACCEPTED
-            if page.pinned:
-                continue
-            is_over = self._pinned_bytes + page.slot_bytes > self._max_pinned_bytes()
-            sizes = self._sizes.keys() | {page.slot_bytes}
-            if is_over or not self._slots.room_to_last(page.slot_bytes, sizes, len(self._pins_to_come)):
-                return Outcome.REJECTED
-            self._set_pinned(page, True)
-        return outcome
-
-    def _unpin(self, key: bytes) -> Outcome:
-        outcome = Outcome.MISSING
-        for page in self._named(key):
-            outcome = Outcome.ACCEPTED
-            if page.pinned:
-                self._set_pinned(page, False)
-            self._settle(page)
-        return outcome
-
-    def _evict_key(self, key: bytes, tier: TierName | None) -> Outcome:
-        outcomes = [self._evict_page(page, tier) for page in self._named(key)]
-        for outcome in (Outcome.REJECTED, Outcome.DEFERRED, Outcome.ACCEPTED):
-            if outcome in outcomes:
-                return outcome
-        return Outcome.MISSING
-
-    def _evict_page(self, page: Page, tier: TierName | None) -> Outcome:
-        if page.pinned:
-            return Outcome.REJECTED
-        if tier is None:
-            return self._purge(page, "evicted", wipe=False)
-        if tier is TierName.HOST and page.host is not None:
-            if page.host.readers:
-                page.host.leave = True
-                return Outcome.DEFERRED
-            self._host_counters.evicted_pages += 1
-            self._drop_host(page)
-        elif tier is TierName.SSD and page.ssd is not None:
-            if page.ssd.readers:
-                page.ssd.leave = True
-                return Outcome.DEFERRED
-            self._ssd_counters.evicted_pages += 1
-            self._drop_ssd(page)
-        else:
-            return Outcome.MISSING
-        self._lost_if_nowhere(page, "evicted", self._by_request(tier))
-        return Outcome.ACCEPTED
-
-    def _purge(self, page: Page, reason: str, *, wipe: bool) -> Outcome:
-        """Make the page unfindable now; its memory goes when its readers do."""
-        detail = f"{reason} by request at {self._wall()}"
-        write = self._writing.get(page.id)
-        if write is not None and write.page is page:
-            write.wipe = wipe
-        busy = False
-        if page.host is not None:
-            busy |= page.host.readers > 0
-            self._host_counters.evicted_pages += 1
-            self._drop_host(page)
-        if page.ssd is not None:
-            busy |= page.ssd.readers > 0
-            self._ssd_counters.evicted_pages += 1
-            self._drop_ssd(page, wipe=wipe)
-        self._lost_if_nowhere(page, reason, detail)
-        return Outcome.DEFERRED if busy else Outcome.ACCEPTED
-
-    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
-        self._misses.forget_tenant(tenant)
-        self._save_stored()
-        if self._ssd is not None:
-            self._forget = ForgetTenant(tenant)
-        pages = [p for p in self._pages.values() if tenant is None or p.envelope.tenant == tenant]
-        return [(page.envelope.key, self._purge(page, "cleared", wipe=True)) for page in pages]
-
-    def _verify(self, ticket: int, keys: tuple[bytes, ...] | None) -> None:
-        pages = self._pages.values() if keys is None else (p for key in keys for p in self._named(key))
-        job = Job(
-            ticket, keys if keys is not None else tuple(p.envelope.key for p in self._pages.values()), deque()
-        )
-        for page in pages:
-            if page.host is not None:
-                job.todo.append((page.id, TierName.HOST))
-            if page.ssd is not None:
-                job.todo.append((page.id, TierName.SSD))
-        self._jobs.append(job)
-
-    def _pump_checks(self) -> None:
-        while self._jobs:
-            job = self._jobs[0]
-            while job.todo and len(self._checks) < self.limits.verifies:
-                page_id, tier = job.todo.popleft()
-                page = self._pages.get(page_id)
-                copy = None if page is None else page.host if tier is TierName.HOST else page.ssd
-                if page is None or copy is None:
-                    continue
-                copy.readers += 1
-                job.running += 1
-                transfer = self._next_transfer()
-                self._checks[transfer] = Check(job, page, copy)
-                if isinstance(copy, HostCopy):
-                    place, envelope = Place(0, copy.grant.slot), copy.envelope
-                else:
-                    place, envelope = copy.entry.place, copy.entry.envelope
-                self._out.append(VerifyPage(transfer, tier, place, envelope))
-            if job.todo or job.running:
-                return
-            self._jobs.popleft()
-            self._answer(job.ticket, ((key, self._verdict(job, key)) for key in dict.fromkeys(job.keys)))
-
-    def _verified(self, transfer: int, failure: Failure | None, detail: str) -> None:
-        check = self._checks.pop(transfer)
-        page, copy, job = check.page, check.copy, check.job
-        job.running -= 1
-        job.seen.add(page.envelope.key)
-        if failure is not None:
-            job.corrupt.add(page.envelope.key)
-        if isinstance(copy, HostCopy):
-            if failure is not None:
-                self._drop_corrupt(copy, "verification")
-            self._end_read(copy)
-            return
-        if failure is not None and page.ssd is copy:
-            self._ssd_counters.corrupt_pages += failure == "corrupt"
-            self._note(f"page {page.envelope.key.hex()[:16]} is dropped from L4: {detail}")
-            self._drop_ssd(page)
-            self._lost_if_nowhere(page, "corrupt", f"its copy in L4 was {failure} at {self._wall()}")
-        self._end_ssd_read(page, copy)
-
-    def _verdict(self, job: Job, key: bytes) -> Outcome:
-        """ACCEPTED: every copy is whole. CLIPPED: a bad one was dropped, another is whole. MISSING: none is left."""
-        if key not in job.seen or not any(True for _ in self._named(key)):
-            return Outcome.MISSING
-        return Outcome.CLIPPED if key in job.corrupt else Outcome.ACCEPTED
-
     def _drain(self) -> None:
+        """All goes to L4 from now on, whatever it is worth."""
         self._draining = True
-        if self._ssd is None:
-            return
-        for copy in self._copies.values():
-            if copy.page.host is copy:
-                self._queue_write(copy.page)
+        self._demotes = False
+        for page in self._pages.values():
+            page.above, page.leaving = False, Leaving.STAYS
+            self._settle(page)
+            if page.host is not None:
+                self._queue_write(page)
 
 
 def _envelope(stored: StoredPage) -> Envelope:
@@ -782,6 +625,6 @@ def _malformed(hello: Hello, stored: StoredPage) -> str | None:
         return f"made_from {stored.made_from!r}, at most 16 bytes expected"
     if not 0 < stored.tokens < 2**16:
         return f"{stored.tokens} tokens"
-    if not 0 <= stored.depth < 2**32:
+    if not 0 <= stored.depth < 2**31:
         return f"depth {stored.depth}"
     return None

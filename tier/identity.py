@@ -43,6 +43,12 @@ def tenant_salt(tenant: str, secret: str = "") -> bytes:
     return blake2b(tenant.encode(), digest_size=64, key=key, person=b"kvtier.salt").digest()
 
 
+def session_number(salt: bytes, session_id: str) -> int:
+    """From 1 to 2**63 - 1: stands for a tenant's session where only whether two are the same matters; 0 is no session."""
+    h = blake2b(session_id.encode(), digest_size=8, key=salt, person=b"kvtier.session")
+    return int.from_bytes(h.digest(), "little") >> 1 or 1
+
+
 def page_keys(
     parent: RootKey | PageKey, salt: bytes, tokens: TokenIds, page_tokens: int, include_partial: bool = False
 ) -> list[PageKey]:

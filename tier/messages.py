@@ -28,7 +28,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     `payloads` are the bytes of a page, by spec digest, of every format and layer group that it may store or load;
     `raw_payloads` what the same tokens take in the model's raw format. `root_fields` is what its root key digests, so
-    that explain can name a field that differs.
+    that explain can name a field that differs. A worker that `brings_down` stores a page again before L1 drops it, one
+    that it has copied up too: where pages are demoted, the node keeps no copy then of what is in L1.
     """
 
     worker_id: str
@@ -36,6 +37,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     payloads: dict[bytes, int]
     raw_payloads: dict[bytes, int]
     root_fields: dict[str, str]
+    brings_down: bool = False
 
 
 class NewRoot(msgspec.Struct, frozen=True, tag=True):

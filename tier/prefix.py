@@ -8,10 +8,8 @@ Tokens are compared themselves, not hashes of them, so a match can't be wrong.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +17,15 @@ import numpy.typing as npt
 
 from kvtier.tier.identity import TokenIds
 from kvtier.tier.page import PageMissing, RootKey
+from kvtier.tier.prefix_node import TOKEN_BYTES, Node, Phase, Root
+from kvtier.tier.score import Candidates, Lru, Policy, Row, Use, Victim
 
 Frames = npt.NDArray[np.int32]  # [pages]
 
-TOKEN_BYTES = 4
-PARTIAL_CANDIDATES = 16  # chosen by hand; bounds the work of a match where many pages share a first token
 MOVED = 1 << 62  # `start` of a node that went up in another one, which is then its parent; behind every depth
+NOTHING_TOLD = Use(0, 0)
+
+Piece = tuple[Row | None, int]  # so many pages, and the row that has their history, if they have one
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +38,7 @@ class Path:
 
     root: RootKey
     depth: int
-    _node: _Node
+    _node: Node
     _epoch: int
     pinned: bool = False
 
@@ -93,137 +94,57 @@ class CachedPage(NamedTuple):
     pinned: bool
 
 
-class _Node:
-    """A run of pages. `start` is the depth of its first page; `pins` counts the pinned paths through its whole run.
-
-    Children are found by the first token of their first page; those that share it stand in a dict by the whole first
-    page, newest last (an OrderedDict, whose newest are found in O(1) whatever was removed).
-    """
-
-    __slots__ = ("children", "frames", "last_use_s", "parent", "pins", "start", "tokens")
-
-    def __init__(self, tokens: bytearray, frames: array[int], start: int, parent: _Node | None) -> None:
-        self.tokens = tokens
-        self.frames = frames
-        self.start = start
-        self.parent = parent
-        self.children: dict[bytes, _Node | OrderedDict[bytes, _Node]] | None = None
-        self.pins = 0
-        self.last_use_s = 0.0
-
-    @property
-    def end(self) -> int:
-        """Depth behind its last page."""
-        return self.start + len(self.frames)
-
-    def candidate(self, data: bytes, at: int, page_bytes: int) -> _Node | None:
-        """The only child whose first page may be the one at `data[at:]`; its tokens are still to be compared."""
-        if self.children is None:
-            return None
-        entry = self.children.get(data[at : at + TOKEN_BYTES])
-        if entry is None or isinstance(entry, _Node):
-            return entry
-        return entry.get(data[at : at + page_bytes])
-
-    def similar(self, head: bytes) -> list[_Node]:
-        """Children whose first token is `head`'s, newest first, at most PARTIAL_CANDIDATES."""
-        entry = self.children.get(head[:TOKEN_BYTES]) if self.children else None
-        if entry is None:
-            return []
-        if isinstance(entry, _Node):
-            return [entry]
-        return list(islice(reversed(entry.values()), PARTIAL_CANDIDATES))
-
-    def add(self, child: _Node, page_bytes: int) -> None:
-        """Hang in a child whose first page no other child has."""
-        if self.children is None:
-            self.children = {}
-        page = bytes(child.tokens[:page_bytes])
-        entry = self.children.get(page[:TOKEN_BYTES])
-        if entry is None:
-            self.children[page[:TOKEN_BYTES]] = child
-        elif isinstance(entry, _Node):
-            other = bytes(entry.tokens[:page_bytes])
-            self.children[page[:TOKEN_BYTES]] = OrderedDict({other: entry, page: child})
-        else:
-            entry[page] = child
-
-    def replace(self, child: _Node, page_bytes: int) -> None:
-        """Put `child` in the place of the child with the same first page."""
-        assert self.children is not None
-        head = bytes(child.tokens[:TOKEN_BYTES])
-        entry = self.children[head]
-        if isinstance(entry, _Node):
-            self.children[head] = child
-        else:
-            entry[bytes(child.tokens[:page_bytes])] = child
-
-    def drop(self, child: _Node, page_bytes: int) -> None:
-        """Take a child out."""
-        assert self.children is not None
-        head = bytes(child.tokens[:TOKEN_BYTES])
-        entry = self.children[head]
-        if isinstance(entry, _Node):
-            del self.children[head]
-            if not self.children:
-                self.children = None
-        else:
-            del entry[bytes(child.tokens[:page_bytes])]
-            if len(entry) == 1:
-                (self.children[head],) = entry.values()
-
-    def only_child(self) -> _Node | None:
-        """The child of a node that has just one."""
-        if self.children is None or len(self.children) > 1:
-            return None
-        (entry,) = self.children.values()
-        return entry if isinstance(entry, _Node) else None
-
-    def all_children(self) -> Iterator[_Node]:
-        """Every child once; the tree must not change meanwhile."""
-        for entry in self.children.values() if self.children else ():
-            if isinstance(entry, _Node):
-                yield entry
-            else:
-                yield from entry.values()
-
-
-class _Root(_Node):
-    """The top of one tree; has no pages of its own."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: RootKey) -> None:
-        super().__init__(bytearray(), array("i"), 0, None)
-        self.key = key
-
-
 class PrefixIndex:
     """The radix trees over the pages in one worker's L1. Owned and called by that worker's step loop alone.
 
-    `now` comes from the caller, in seconds of one clock, and never goes back. `match` changes nothing; a path counts as
-    used when it is inserted, touched or unpinned. Eviction takes the pages used longest ago, tails of chains first.
+    `now` comes from the caller, in seconds of one clock, and never goes back. `match` changes nothing. Each run is a row
+    of the `policy`, which is told when a request begins to use a path (`begin`, or `extend` over pages that are there)
+    and when it lets it go (`unpin`); `insert` and `touch` do both at once. Unpinned leaves are candidates for eviction,
+    in the set that `leaves` names for their root.
 
     Invariants (`check()` re-derives them):
     1. A pinned path ends where its node's run ends, so `pins` is exact to the page. When a run is split the upper part
        is a new node with the same count; when two are fused the lower one stays: paths that end in it need no change.
-    2. `_lru` holds exactly the nodes without pins, each before its parent, by last use: so its first one is a leaf.
+    2. The candidates are exactly the nodes without pins and children; of an unpinned node all below is unpinned.
     3. num_pages and evictable_pages count the pages of all nodes, and of those without pins.
     4. Children of a node differ in their first page; a frame is in the tree once.
+    5. All pages of a run have one history, or are of one request that goes on (Phase.NEW).
     """
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        policy: Policy | None = None,
+        *,
+        leaves: Callable[[RootKey], Candidates] | None = None,
+        on_leave: Callable[[Row, list[int], bool], None] | None = None,
+    ) -> None:
+        """`policy` is Lru by default, `leaves` one set for all roots.
+
+        `on_leave` takes over the row of pages that leave; it hears their frames, deepest first, and whether the policy
+        takes them to be in use. Without it the policy forgets them.
+        """
         if page_tokens < 1:
             raise ValueError(f"page_tokens must be positive, got {page_tokens}")
         self.page_tokens = page_tokens
+        self.policy = policy or Lru()
         self.num_pages = 0
         self.evictable_pages = 0
+        self._all_leaves = self.policy.candidates()
+        self._leaves_of = leaves or (lambda root: self._all_leaves)
+        self._on_leave: Callable[[Row, list[int], bool], None] | None = on_leave
         self._page_bytes = TOKEN_BYTES * page_tokens
-        self._roots: dict[RootKey, _Root] = {}
-        self._lru: OrderedDict[_Node, None] = OrderedDict()
+        self._roots: dict[RootKey, Root] = {}
+        self._nodes: dict[Row, Node] = {}
         self._pinned: set[Path] = set()
         # Counts evictions and removals: an unpinned path from before one may name pages that left.
         self._epoch = 0
+
+    def wire(
+        self, leaves: Callable[[RootKey], Candidates], on_leave: Callable[[Row, list[int], bool], None]
+    ) -> None:
+        """Set what the constructor takes under these names, while nothing is cached or as it was before."""
+        self._leaves_of, self._on_leave = leaves, on_leave
 
     # What is cached
 
@@ -238,7 +159,7 @@ class PrefixIndex:
         data = _token_bytes(tokens if limit is None else tokens[:limit])
         top = self._roots.get(root)
         if top is None:
-            return Match(_NO_FRAMES, 0, None, Path(root, 0, _Root(root), self._epoch))
+            return Match(_NO_FRAMES, 0, None, Path(root, 0, self._new_root(root), self._epoch))
         page_bytes = self._page_bytes
         node, inside, at, runs = self._walk(top, data, len(data) - len(data) % page_bytes)
         pages = at // page_bytes
@@ -260,6 +181,11 @@ class PrefixIndex:
                         root.key, node.start + i, frame, tokens[i], node.last_use_s, node.pins > 0
                     )
 
+    def nodes(self) -> Iterator[Node]:
+        """The top of each tree and its runs, parents before children; the tree must not change meanwhile."""
+        for root in self._roots.values():
+            yield from self._subtree(root)
+
     # Use
 
     def pin(self, path: Path) -> None:
@@ -267,69 +193,104 @@ class PrefixIndex:
         assert not path.pinned, "path pinned twice"
         self._end_run_at(path)
         if path.depth == 0:
-            path._node = self._roots.setdefault(path.root, _Root(path.root))
+            path._node = self._roots.setdefault(path.root, self._new_root(path.root))
         path.pinned = True
         self._pinned.add(path)
         self._pin_up(path._node, None)
 
-    def unpin(self, path: Path, now: float) -> None:
-        """Let the path's pages go, used last now. Match again before using the path again."""
+    def begin(self, path: Path, now: float) -> None:
+        """A request begins to use a pinned path."""
+        assert path.pinned, "only a pinned path can be used"
+        self._use_up(path._node, None, now)
+
+    def unpin(
+        self, path: Path, now: float, use: Use | None = NOTHING_TOLD, *, only_last: bool = False
+    ) -> None:
+        """Let the path's pages go; match again before using the path again.
+
+        `use` is what a request leaves behind that is over, None when none has used them. With `only_last` the request
+        goes on elsewhere, on the same pages: only those that nobody else has pinned are released.
+        """
         assert path.pinned, "path unpinned twice"
         path.pinned = False
         self._pinned.remove(path)
-        node = path._node
+        leaf = node = path._node
+        released: list[Node] = []
         while node.parent is not None:
-            node.last_use_s = now
             node.pins -= 1
             if not node.pins:
-                self._lru[node] = None
                 self.evictable_pages += len(node.frames)
+            if use is not None and not (only_last and node.pins):
+                node.last_use_s = now
+                released.append(node)
             node = node.parent
         node.pins -= 1
         self._forget_if_empty(node)
-        self._fuse_up(path._node)
+        if use is not None:
+            self._release(released, use, now)
+        self._offer(leaf)
+        self._fuse_up(leaf)
 
     def touch(self, path: Path, now: float) -> None:
         """Count a path as used now. Raises PageMissing when it isn't pinned and something was evicted since it was made."""
         if not path.pinned:
             self._end_run_at(path)
-        self._touch_up(path._node, now)
+        self._touch_up(path._node, Use(path.depth, 0), now)
 
     # Growth
 
-    def insert(self, root: RootKey, tokens: TokenIds, frames: Frames, now: float) -> Inserted:
-        """Put a chain of whole pages in from its first page on; `frames[i]` holds `tokens[i * page_tokens :]`.
+    def insert(
+        self, root: RootKey, tokens: TokenIds, frames: Frames, now: float, *, nbytes: int = 1
+    ) -> Inserted:
+        """Put a chain of whole pages, `nbytes` each, in from its first page on; `frames[i]` holds `tokens[i * page_tokens :]`.
 
         Pages the tree holds already keep the tree's frames. The returned path isn't pinned.
         """
         data = self._checked(tokens, frames)
         top = self._roots.get(root)
         if top is None:
-            top = self._roots[root] = _Root(root)
-        node, known = self._graft(top, data, frames)
-        self._touch_up(node, now)
+            top = self._roots[root] = self._new_root(root)
+        before = self.num_pages
+        node, known = self._graft(top, data, frames, (), len(frames), nbytes, now)
+        self._touch_up(node, Use(len(frames), self.num_pages - before), now)
+        self._offer(node)
+        self._fuse_up(node)
         inserted = _inserted(Path(root, len(frames), node, self._epoch), known, frames)
         self._forget_if_empty(top)
         return inserted
 
-    def extend(self, path: Path, tokens: TokenIds, frames: Frames, now: float) -> Inserted:
-        """Put further whole pages behind a pinned path, which then includes them; its length doesn't matter.
+    def extend(
+        self,
+        path: Path,
+        tokens: TokenIds,
+        frames: Frames,
+        now: float,
+        *,
+        created: int = 1,
+        nbytes: int = 1,
+        pieces: Sequence[Piece] = (),
+    ) -> Inserted:
+        """Put further whole pages, `nbytes` each, behind a pinned path, which then includes them; its length doesn't matter.
 
-        The result speaks of the further pages only.
+        The path's request brings `created` new pages in all. `pieces`, where there are any, cover all of the further
+        pages; of pages that the tree has they must know no row. The result speaks of the further pages only.
         """
         assert path.pinned, "only a pinned path can be extended"
         data = self._checked(tokens, frames)
         above = path._node
-        if above.children is None and above.pins == 1 and above.parent is not None:
+        is_own = above.phase is Phase.NEW and above.pins == 1
+        if is_own and above.children is None and above.parent is not None and not pieces:
             # No other path ends here, so a longer run keeps pins exact.
             above.tokens += data
             above.frames.frombytes(frames.tobytes())
             above.last_use_s = now
+            self.policy.grow(above.row, len(frames))
             self.num_pages += len(frames)
             path.depth += len(frames)
             return Inserted(path, [], frames)
-        node, known = self._graft(above, data, frames)
+        node, known = self._graft(above, data, frames, pieces, created, nbytes, now)
         self._pin_up(node, above)
+        self._use_up(node, above, now)
         node.last_use_s = now
         path._node = node
         path.depth += len(frames)
@@ -346,25 +307,37 @@ class PrefixIndex:
 
     # Decline
 
-    @property
-    def oldest_s(self) -> float | None:
-        """When the pages that go first were used last; None when all are pinned."""
-        return next(iter(self._lru)).last_use_s if self._lru else None
+    def has_run(self, row: Row) -> bool:
+        """Whether the policy's row is a run of a tree."""
+        return row in self._nodes
 
-    def evict(self, pages: int) -> list[int]:
-        """Drop at most `pages` unpinned pages, used longest ago first; their frames, each before its parent's."""
-        return [frame for run in self.evict_runs(pages) for frame in run.frames]
+    def evict(self, pages: int, now: float) -> list[int]:
+        """Drop at most `pages` unpinned pages, as the policy says; their frames, each before its parent's."""
+        return [frame for run in self.evict_runs(pages, now) for frame in run.frames]
 
-    def evict_runs(self, pages: int) -> list[Evicted]:
-        """As `evict`, with what `explain` wants to know. O(1) per page whatever the tree holds."""
+    def evict_runs(self, pages: int, now: float) -> list[Evicted]:
+        """As `evict`, with what `explain` wants to know. Only where all roots share one set of leaves."""
         runs: list[Evicted] = []
-        while pages > 0 and self._lru:
-            leaf = next(iter(self._lru))
-            deepest = leaf.end - 1
-            taken = self._cut(leaf, max(0, len(leaf.frames) - pages))
-            runs.append(Evicted(taken, deepest, leaf.last_use_s))
-            pages -= len(taken)
+        while pages > 0 and (victims := self._all_leaves.victims(pages, now)):
+            for victim in victims:
+                runs.append(self.evict_run(victim))
+                pages -= victim.pages
         return runs
+
+    def pages_of(self, row: Row) -> int:
+        """Pages of the run that the policy names so."""
+        return len(self._nodes[row].frames)
+
+    def frames_of(self, victim: Victim) -> list[int]:
+        """The frames of what a set of leaves names."""
+        return self._nodes[victim.row].frames[-victim.pages :].tolist()
+
+    def evict_run(self, victim: Victim) -> Evicted:
+        """Drop what a set of leaves names."""
+        leaf = self._nodes[victim.row]
+        deepest = leaf.end - 1
+        taken = self._cut(leaf, len(leaf.frames) - victim.pages)
+        return Evicted(taken, deepest, leaf.last_use_s)
 
     def remove(self, root: RootKey, tokens: TokenIds) -> Removed | None:
         """Drop the last page of this chain and everything behind it, pinned pages excepted; None when it isn't there."""
@@ -385,7 +358,7 @@ class PrefixIndex:
         wanted = set(frames)
         taken: list[int] = []
         pinned = 0
-        pending: list[_Node] = list(self._roots.values())
+        pending: list[Node] = list(self._roots.values())
         while pending:
             node = pending.pop()
             first = next((i for i, frame in enumerate(node.frames) if frame in wanted), None)
@@ -408,9 +381,9 @@ class PrefixIndex:
     def check(self) -> None:
         """Re-derive every count and link from scratch; AssertionError where one differs. Walks everything."""
         pins = self._count_pins()
-        place = {node: i for i, node in enumerate(self._lru)}
         frames: list[int] = []
-        evictable_pages = evictable_nodes = 0
+        rows: set[Row] = set()
+        evictable_pages = 0
         for root in self._roots.values():
             assert root.children or root.pins, "an empty tree was kept"
             for node in self._subtree(root):
@@ -421,38 +394,37 @@ class PrefixIndex:
                 assert len(node.tokens) == len(node.frames) * self._page_bytes > 0, (
                     "a run's tokens and frames"
                 )
-                assert (node in place) == (not node.pins), "evictable nodes are those without pins"
+                is_leaf = not node.pins and node.children is None
+                assert (node.row in node.leaves) == is_leaf, "candidates are the leaves without pins"
+                assert node.leaves is root.leaves, "a run among another tree's leaves"
+                assert self._nodes[node.row] is node, "a row names another run"
+                rows.add(node.row)
                 frames += node.frames
-                if not node.pins:
-                    evictable_nodes += 1
-                    evictable_pages += len(node.frames)
-                    assert place[node] < place.get(node.parent, len(place)), "a node stands behind its parent"
-        uses = [node.last_use_s for node in self._lru]
-        assert uses == sorted(uses), "eviction order isn't by last use"
-        assert not pins and evictable_nodes == len(place), "nodes outside the trees"
+                evictable_pages += 0 if node.pins else len(node.frames)
+        assert not pins and rows == self._nodes.keys(), "nodes outside the trees"
         assert evictable_pages == self.evictable_pages, "evictable_pages"
         assert len(set(frames)) == len(frames) == self.num_pages, "num_pages, or a frame twice"
 
-    def _count_pins(self) -> dict[_Node, int]:
-        pins: dict[_Node, int] = {}
+    def _count_pins(self) -> dict[Node, int]:
+        pins: dict[Node, int] = {}
         for path in self._pinned:
             assert path.pinned and path.depth == path._node.end, "a pinned path doesn't end with its run"
-            node: _Node | None = path._node
+            node: Node | None = path._node
             while node is not None:
                 pins[node] = pins.get(node, 0) + 1
                 top, node = node, node.parent
             assert top is self._roots.get(path.root), "a pinned path hangs in no tree"
         return pins
 
-    def _check_children(self, node: _Node) -> None:
+    def _check_children(self, node: Node) -> None:
         for head, entry in (node.children or {}).items():
-            group = [entry] if isinstance(entry, _Node) else list(entry.values())
-            assert isinstance(entry, _Node) or len(entry) > 1, "a group of one"
+            group = [entry] if isinstance(entry, Node) else list(entry.values())
+            assert isinstance(entry, Node) or len(entry) > 1, "a group of one"
             for child in group:
                 page = bytes(child.tokens[: self._page_bytes])
                 assert child.parent is node and child.start == node.end, "a child out of place"
                 assert page[:TOKEN_BYTES] == head, "a child under another's first token"
-                assert isinstance(entry, _Node) or entry[page] is child, "a child under another's first page"
+                assert isinstance(entry, Node) or entry[page] is child, "a child under another's first page"
 
     # Inside
 
@@ -465,7 +437,7 @@ class PrefixIndex:
             raise ValueError(f"{len(frames)} frames hold {held} tokens, got {len(tokens)}")
         return data
 
-    def _walk(self, node: _Node, data: bytes, end: int) -> tuple[_Node, _Node | None, int, list[array[int]]]:
+    def _walk(self, node: Node, data: bytes, end: int) -> tuple[Node, Node | None, int, list[array[int]]]:
         """Follow `data[:end]` (whole pages) down from `node`.
 
         Returns the deepest node matched to its end, the child in whose run the way ends (None at a node's end), the
@@ -494,7 +466,7 @@ class PrefixIndex:
             return node, child, at + pages * page_bytes, runs
         return node, None, at, runs
 
-    def _partial(self, node: _Node, inside: _Node | None, depth: int, rest: bytes) -> tuple[int, int] | None:
+    def _partial(self, node: Node, inside: Node | None, depth: int, rest: bytes) -> tuple[int, int] | None:
         """The page at `depth` whose head is longest in common with `rest`: (frame, tokens)."""
         if inside is not None:
             i = depth - inside.start
@@ -508,7 +480,16 @@ class PrefixIndex:
                 best = child.frames[0], shared
         return best
 
-    def _graft(self, top: _Node, data: bytes, frames: Frames) -> tuple[_Node, bytes]:
+    def _graft(
+        self,
+        top: Node,
+        data: bytes,
+        frames: Frames,
+        pieces: Sequence[Piece],
+        created: int,
+        nbytes: int,
+        now: float,
+    ) -> tuple[Node, bytes]:
         """Make the chain `data` exist below `top`, its end a node's end.
 
         Returns the node it ends in, and the frames (int32) of the pages that were there before.
@@ -518,25 +499,34 @@ class PrefixIndex:
         pages = at // self._page_bytes
         if inside is not None:
             node = self._split(inside, top.end + pages - inside.start)
-        if at == len(data):
-            return node, known
-        new = array("i", frames[pages:].tobytes())
-        self.num_pages += len(new)
-        self.evictable_pages += len(new)
-        if node.children is None and not node.pins and node.parent is not None:
-            node.tokens += data[at:]
-            node.frames += new
-            return node, known
-        child = _Node(bytearray(data[at:]), new, node.end, node)
-        node.add(child, self._page_bytes)
-        self._lru[child] = None
-        return child, known
+        self.num_pages += len(frames) - pages
+        self.evictable_pages += len(frames) - pages
+        for row, count in _behind(pieces or [(None, len(frames))], pages):
+            phase = Phase.USED
+            if row is None:
+                row, phase = self.policy.add(count, node.end, nbytes, created, now), Phase.NEW
+            end = pages + count
+            text = bytearray(data[pages * self._page_bytes : end * self._page_bytes])
+            run = array("i", frames[pages:end].tobytes())
+            child = Node(text, run, node.end, node, row, phase, top.leaves)
+            if node.children is None:
+                node.leaves.discard(node.row)
+            node.add(child, self._page_bytes)
+            self._nodes[row] = child
+            node, pages = child, end
+        return node, known
 
-    def _split(self, node: _Node, pages: int) -> _Node:
+    def _split(self, node: Node, pages: int) -> Node:
         """Cut a run after `pages` pages; returns the new upper node, which the caller touches or pins."""
         cut = pages * self._page_bytes
         assert node.parent is not None and 0 < pages < len(node.frames)
-        upper = _Node(node.tokens[:cut], node.frames[:pages], node.start, node.parent)
+        is_candidate = not node.pins and node.children is None
+        if is_candidate:
+            node.leaves.discard(node.row)
+        row, node.row = node.row, self.policy.split(node.row, pages)
+        upper = Node(
+            node.tokens[:cut], node.frames[:pages], node.start, node.parent, row, node.phase, node.leaves
+        )
         node.parent.replace(upper, self._page_bytes)
         node.tokens = node.tokens[cut:]
         node.frames = node.frames[pages:]
@@ -545,8 +535,9 @@ class PrefixIndex:
         upper.add(node, self._page_bytes)
         upper.pins = node.pins
         upper.last_use_s = node.last_use_s
-        if not upper.pins:
-            self._lru[upper] = None
+        self._nodes[upper.row], self._nodes[node.row] = upper, node
+        if is_candidate:
+            node.leaves.add(node.row)
         return upper
 
     def _end_run_at(self, path: Path) -> None:
@@ -560,24 +551,60 @@ class PrefixIndex:
             node = node.parent
         path._node = node if node.end == path.depth else self._split(node, path.depth - node.start)
 
-    def _touch_up(self, node: _Node, now: float) -> None:
+    def _touch_up(self, node: Node, use: Use, now: float) -> None:
+        touched: list[Node] = []
         while node.parent is not None:
             node.last_use_s = now
-            if not node.pins:
-                self._lru.move_to_end(node)
+            touched.append(node)
             node = node.parent
+        self._release(touched, use, now)
 
-    def _pin_up(self, node: _Node | None, above: _Node | None) -> None:
+    def _release(self, nodes: list[Node], use: Use, now: float) -> None:
+        """Tell the policy that a request lets these nodes go, the deepest first given. Those still pinned are used on."""
+        if not nodes:
+            return
+        nodes.reverse()
+        self._reuse([node for node in nodes if node.phase is Phase.AGING], now)
+        behind = [max(0, use.pages - node.end) for node in nodes]
+        self.policy.release([node.row for node in nodes], behind, use, now)
+        for node in nodes:
+            node.phase = Phase.AGING
+        self._reuse([node for node in nodes if node.pins], now)
+
+    def _reuse(self, nodes: list[Node], now: float) -> None:
+        if nodes:
+            self.policy.reuse([node.row for node in nodes], now)
+            for node in nodes:
+                node.phase = Phase.USED
+
+    def _use_up(self, node: Node, above: Node | None, now: float) -> None:
+        """A request uses `node` and what is above it, up to but without `above`."""
+        aging: list[Node] = []
+        while node.parent is not None and node is not above:
+            if node.phase is Phase.AGING:
+                aging.append(node)
+            node = node.parent
+        aging.reverse()
+        self._reuse(aging, now)
+
+    def _pin_up(self, node: Node | None, above: Node | None) -> None:
         """Add a pin to `node` and what is above it, up to but without `above`."""
         while node is not above:
             assert node is not None
             if not node.pins and node.parent is not None:
-                del self._lru[node]
+                if node.children is None:
+                    node.leaves.discard(node.row)
                 self.evictable_pages -= len(node.frames)
             node.pins += 1
             node = node.parent
 
-    def _fuse_up(self, node: _Node) -> None:
+    def _offer(self, node: Node) -> None:
+        """Put a run among the leaves where it is one."""
+        is_leaf = node.children is None and not node.pins and node.parent is not None
+        if is_leaf and node.row not in node.leaves:
+            node.leaves.add(node.row)
+
+    def _fuse_up(self, node: Node) -> None:
         """From `node` to the root, make one run of a node and its only child where nothing tells them apart.
 
         Without this a sequence that repeats another would leave a node for each page it sealed.
@@ -585,11 +612,11 @@ class PrefixIndex:
         while node.parent is not None:
             above = node.parent
             child = node.only_child()
-            if child is not None and _alike(node, child):
+            if child is not None and self._alike(node, child):
                 self._fuse(node, child)
             node = above
 
-    def _fuse(self, upper: _Node, lower: _Node) -> None:
+    def _fuse(self, upper: Node, lower: Node) -> None:
         """Append a node's only child to its run; the child stays, since paths may end in it."""
         assert upper.parent is not None
         upper.tokens += lower.tokens
@@ -597,11 +624,17 @@ class PrefixIndex:
         lower.tokens, lower.frames = upper.tokens, upper.frames
         lower.start, lower.parent = upper.start, upper.parent
         lower.parent.replace(lower, self._page_bytes)
-        if not upper.pins:
-            del self._lru[upper]
+        self.policy.join(upper.row, lower.row)
+        del self._nodes[upper.row]
         upper.start, upper.parent, upper.children = MOVED, lower, None
 
-    def _cut(self, leaf: _Node, keep: int) -> list[int]:
+    def _alike(self, node: Node, only_child: Node) -> bool:
+        """Whether no pinned path ends between the two, and the policy needs not tell them apart."""
+        if node.pins != only_child.pins or node.phase is not only_child.phase:
+            return False
+        return node.phase is Phase.NEW or self.policy.alike(node.row, only_child.row)
+
+    def _cut(self, leaf: Node, keep: int) -> list[int]:
         """Drop the pages of an unpinned leaf behind its first `keep`; their frames, deepest first."""
         assert not leaf.pins and leaf.children is None and leaf.parent is not None
         taken = leaf.frames[keep:].tolist()
@@ -612,13 +645,23 @@ class PrefixIndex:
         if keep:
             del leaf.frames[keep:]
             del leaf.tokens[keep * self._page_bytes :]
+            if self._on_leave is None:
+                self.policy.cut(leaf.row, len(taken))
+            else:
+                self._on_leave(self.policy.split(leaf.row, keep), taken, leaf.phase is not Phase.AGING)
+            return taken
+        leaf.parent.drop(leaf, self._page_bytes)
+        leaf.leaves.discard(leaf.row)
+        del self._nodes[leaf.row]
+        if self._on_leave is None:
+            self.policy.forget(leaf.row)
         else:
-            leaf.parent.drop(leaf, self._page_bytes)
-            del self._lru[leaf]
-            self._forget_if_empty(leaf.parent)
+            self._on_leave(leaf.row, taken, leaf.phase is not Phase.AGING)
+        self._offer(leaf.parent)
+        self._forget_if_empty(leaf.parent)
         return taken
 
-    def _remove_from(self, top: _Node, first: int) -> Removed:
+    def _remove_from(self, top: Node, first: int) -> Removed:
         """Drop `top`'s pages from its `first` on and all below, pinned nodes excepted."""
         taken: list[int] = []
         pinned_pages = 0
@@ -626,11 +669,14 @@ class PrefixIndex:
             keep = first if node is top else 0
             if node.pins:
                 pinned_pages += len(node.frames) - keep
-            else:
-                taken += self._cut(node, keep)
+                continue
+            node.leaves.discard(node.row)  # what its last pages were to its set is over
+            taken += self._cut(node, keep)
+            if keep:
+                self._offer(node)
         return Removed(taken, pinned_pages)
 
-    def _subtree(self, top: _Node) -> Iterator[_Node]:
+    def _subtree(self, top: Node) -> Iterator[Node]:
         """`top` and all below it, parents before children; without recursion, since chains can be long."""
         pending = [top]
         while pending:
@@ -638,15 +684,12 @@ class PrefixIndex:
             yield node
             pending.extend(node.all_children())
 
-    def _forget_if_empty(self, node: _Node) -> None:
-        if isinstance(node, _Root) and not node.children and not node.pins:
+    def _forget_if_empty(self, node: Node) -> None:
+        if isinstance(node, Root) and not node.children and not node.pins:
             self._roots.pop(node.key, None)
 
-
-def _alike(node: _Node, only_child: _Node) -> bool:
-    """Whether no pinned path ends between the two, and they are evicted one right after the other."""
-    same_use = node.pins > 0 or node.last_use_s == only_child.last_use_s  # unpinning sets it for both
-    return node.pins == only_child.pins and same_use
+    def _new_root(self, key: RootKey) -> Root:
+        return Root(key, self._leaves_of(key))
 
 
 _NO_FRAMES: Frames = np.empty(0, np.int32)
@@ -684,3 +727,13 @@ def _inserted(path: Path, known: bytes, frames: Frames) -> Inserted:
     tree = np.frombuffer(known, np.int32)
     own = frames[: len(tree)]
     return Inserted(path, own[own != tree].tolist(), np.concatenate((tree, frames[len(tree) :])))
+
+
+def _behind(pieces: Sequence[Piece], pages: int) -> Iterator[Piece]:
+    """The pieces without their first `pages` pages, which have no history of their own."""
+    for row, count in pieces:
+        skipped = min(count, pages)
+        assert not skipped or row is None, "a page that is here has a row elsewhere"
+        pages -= skipped
+        if count > skipped:
+            yield row, count - skipped

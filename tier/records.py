@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from kvtier.tier.base import CatalogueEntry
+from kvtier.tier.base import CatalogueEntry, PageInfo
 from kvtier.tier.events import PageId, WorkerRef
-from kvtier.tier.lru import Lru
 from kvtier.tier.messages import Grant, Hello, PageRef
 from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.ranking import Fifo, Order
+from kvtier.tier.score import Policy, Row
 from kvtier.tier.stats import TierCounters
 
 
@@ -57,50 +59,73 @@ class SsdCopy:
     wipe: bool = False
 
 
+class Leaving(IntEnum):
+    """Whether a page's slot in L3 is to be free soon. With `write="through"` pages only STAY."""
+
+    STAYS = 0
+    SINKS = 1  # as soon as L4 has it
+    GOES = 2  # it is a leaf, and not worth its place in L4
+
+
 @dataclass(slots=True, eq=False)
 class Page:
     """What the node knows of one (key, variant) that at least one tier holds."""
 
     id: PageId
     envelope: Envelope
+    row: Row  # of the policy
     last_use: float
     content: bytes = b""
+    owner: bytes = b""  # its tenant, where that has a share of the tiers
     uses: int = 0
     pinned: bool = False
     superseded: bool = (
         False  # a page made from it came after its last use: first to be evicted, in both tiers
     )
+    leaving: Leaving = Leaving.STAYS
+    user: WorkerRef | None = None  # the worker that has used it
+    shared: bool = False  # others have, too
+    above: bool = False  # its user has taken it up, and will bring it down again: its copies here are spare
     host: HostCopy | None = None
     ssd: SsdCopy | None = None
     load: Load | None = None
-    host_order: Lru[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
-    ssd_order: Lru[Page] | None = None
+    host_order: Order[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
+    ssd_order: Order[Page] | None = None
     slot_bytes: int = field(init=False)  # of its slots in L3 and L4
 
     def __post_init__(self) -> None:
         self.slot_bytes = slot_bytes(self.envelope.payload_bytes)
 
-    @property
-    def depth(self) -> int:
-        """Position in its chain."""
-        return self.envelope.depth
+
+class HostRank(IntEnum):
+    """What of L3 goes first; see `_settle`."""
+
+    SPENT = 0
+    CLEAN = 1
+    SINKING = 2
+    LEAF = 3
+    INNER = 4
 
 
-@dataclass(slots=True)
-class HostOrders:
-    """The pages of one slot size in L3, in the orders they are evicted by; see `_settle`."""
+class SsdRank(IntEnum):
+    """What of L4 goes first; see `_settle`."""
 
-    superseded: Lru[Page] = field(default_factory=Lru)
-    clean: Lru[Page] = field(default_factory=Lru)
-    dirty: Lru[Page] = field(default_factory=Lru)
-    dirty_inner: Lru[Page] = field(default_factory=Lru)
+    SPENT = 0
+    SPARE = 1
+    LEAF = 2
+    INNER = 3
 
-    def __iter__(self) -> Iterator[Lru[Page]]:
-        """What goes first comes first."""
-        return iter((self.superseded, self.clean, self.dirty, self.dirty_inner))
 
-    def __getitem__(self, rank: int) -> Lru[Page]:
-        return (self.superseded, self.clean, self.dirty, self.dirty_inner)[rank]
+def host_orders(policy: Policy, *, demotes: bool) -> list[Order[Page]]:
+    """An order per HostRank, of pages of one slot size. Where pages are demoted, the first three have been chosen."""
+    return [
+        Order(Fifo() if demotes and rank <= HostRank.SINKING else policy.candidates()) for rank in HostRank
+    ]
+
+
+def ssd_orders(policy: Policy, *, demotes: bool) -> list[Order[Page]]:
+    """An order per SsdRank. Where pages are demoted, spare copies go first that have been so for longest."""
+    return [Order(Fifo() if demotes and rank <= SsdRank.SPARE else policy.candidates()) for rank in SsdRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +280,56 @@ class Bandwidth:
             self._measured_at = now
             self._since, self._bytes = now, 0
 
+    def measured(self, now: float) -> float | None:
+        """The estimate now, where there is a recent measurement."""
+        if self._measured_at is None or now - self._measured_at > self.TRUSTED_S:
+            return None
+        return self._average
+
     def at(self, now: float) -> float:
         """The estimate now."""
-        if self._measured_at is None or now - self._measured_at > self.TRUSTED_S:
-            return self.PRIOR
-        return self._average
+        return self.measured(now) or self.PRIOR
+
+
+class CopyTime:
+    """Seconds that a byte takes from L3 to L1, averaged with more weight on the recent; 0.0 until measured."""
+
+    WEIGHT = 0.05
+
+    def __init__(self) -> None:
+        self.byte_s = 0.0
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """So many bytes took so long."""
+        if nbytes > 0 and seconds > 0:
+            measured = seconds / nbytes
+            self.byte_s += (self.WEIGHT if self.byte_s else 1.0) * (measured - self.byte_s)
 
 
 def parent_key(page: Page) -> bytes | None:
     """The key of the page before this one in its chain, whatever its format; None for a first page."""
     return None if page.envelope.depth == 0 else page.envelope.parent
+
+
+def page_info(
+    node_id: str, page: Page, envelope: Envelope, tier: TierName, readers: int, state: str, now: float
+) -> PageInfo:
+    """A copy of a page, for those who ask what is where."""
+    return PageInfo(
+        key=envelope.key.hex(),
+        tier=tier,
+        owner=node_id,
+        tenant=envelope.tenant.hex(),
+        root=envelope.root.hex(),
+        parent=envelope.parent.hex(),
+        variant=envelope.variant,
+        depth=envelope.depth,
+        tokens=envelope.tokens,
+        nbytes=envelope.payload_bytes,
+        uses=page.uses,
+        idle_s=max(0.0, now - page.last_use),
+        pinned=page.pinned,
+        readers=readers,
+        state=state,
+        made_from=envelope.made_from,
+    )

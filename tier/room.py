@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
+
 from kvtier.tier.cache_check import CheckedState
 from kvtier.tier.messages import Grant, Granted
-from kvtier.tier.page import slot_bytes
-from kvtier.tier.records import Emptying, HostOrders, Page
+from kvtier.tier.page import TierName, slot_bytes
+from kvtier.tier.ranking import Order
+from kvtier.tier.records import Emptying, HostRank, Leaving, Page
+from kvtier.tier.shares import UNLIMITED
 
 
 class HostRoom(CheckedState):
     """The part of the coordinator that hands out slots of L3; see Coordinator for its liveness.
 
-    A size takes its room from its own oldest pages, or from a segment of another size all of whose pages are older.
-    Where it has no pages to give up, it lets a segment of another size run empty: one at a time, and only while
-    somebody waits for it.
+    A size takes its room from its own pages that are worth least, or from a segment of another size all of whose pages
+    are worth less. Where it has no pages to give up, it lets a segment of another size run empty: one at a time, and
+    only while somebody waits for it. While a tenant is over its share, its pages go first.
     """
 
     def _pump_grants(self) -> None:
@@ -33,13 +38,13 @@ class HostRoom(CheckedState):
                 del self._wants[want]
                 self._send(worker, Granted(grants))
 
-    def _take_slot(self, payload_bytes: int) -> Grant | None:
-        """A free slot, made free if need be."""
+    def _take_slot(self, payload_bytes: int, owner: bytes = UNLIMITED) -> Grant | None:
+        """A free slot, made free if need be; for a page of this owner, where that is known."""
         size = slot_bytes(payload_bytes)
         # What is being emptied for one size isn't for another.
         may_start = self._emptying is None or self._emptying.slot_bytes == size
         slot = self._slots.take(size, may_start=may_start)
-        if slot is None and (self._make_room(size, may_start) or self._begin_emptying(size)):
+        if slot is None and (self._make_room(size, may_start, owner) or self._begin_emptying(size)):
             slot = self._slots.take(size, may_start=may_start)
         if slot is None:
             return None
@@ -48,35 +53,61 @@ class HostRoom(CheckedState):
         self._generation += 1
         return Grant(slot, self._generation, payload_bytes)
 
-    def _make_room(self, size: int, may_start: bool) -> bool:
+    def _make_room(self, size: int, may_start: bool, owner: bytes) -> bool:
         """Evict a page of this size, or a segment of another whose pages are all worth less.
 
-        Superseded pages go first, then clean ones, dirty ones only while no write is about to end.
+        Spent pages go first, then clean ones, dirty ones only while no write is about to end.
         """
-        orders = self._orders.get(size)
-        for rank in range(4):
-            own = None if orders is None else self._oldest(orders, rank)
-            if may_start and len(self._orders) > 1:
-                before = self._now if own is None else own.last_use
-                others = [self._oldest(o, rank) for o in self._orders.values() if o is not orders]
-                other = min((p for p in others if p is not None), key=lambda p: p.last_use, default=None)
-                if (
-                    other is not None
-                    and other.last_use <= before
-                    and self._evict_segment(other, rank, before)
-                ):
-                    return True
-            if own is not None:
-                self._evict_host(own)
+        if len(self._orders) == 1 and (size, UNLIMITED) in self._orders:
+            return self._evict_lowest([self._orders[size, UNLIMITED]])
+        over = set(self._shares.over(TierName.HOST))
+        if self._shares.excess(TierName.HOST, owner, size):
+            over.add(owner)
+        if over:
+            groups = [orders for (s, name), orders in self._orders.items() if s == size and name in over]
+            if self._evict_lowest(groups):
+                return True
+        own = [orders for (other, _), orders in self._orders.items() if other == size]
+        others = [orders for (other, _), orders in self._orders.items() if other != size]
+        for rank in HostRank:
+            mine = self._lowest_of(own, rank)
+            if may_start and others and self._evict_older_segment(others, rank, mine):
+                return True
+            if mine is not None:
+                self._evict_host(mine)
                 return True
         return False
 
-    def _oldest(self, orders: HostOrders, rank: int) -> Page | None:
-        """The page of this size and rank that leaves first, where it may."""
-        page = self._host_victim(orders[rank])
-        return page if page is not None and self._may_lose(page) else None
+    def _evict_lowest(self, groups: list[list[Order[Page]]]) -> bool:
+        """Evict the page that leaves first of several groups of orders; whether one may."""
+        if len(groups) == 1:
+            for order in groups[0]:
+                if order.members and (page := self._host_victim(order)) is not None and self._may_lose(page):
+                    self._evict_host(page)
+                    return True
+            return False
+        for rank in HostRank:
+            if (page := self._lowest_of(groups, rank)) is not None:
+                self._evict_host(page)
+                return True
+        return False
 
-    def _evict_segment(self, page: Page, rank: int, before: float) -> bool:
+    def _lowest_of(self, groups: Iterable[list[Order[Page]]], rank: HostRank) -> Page | None:
+        """The page of this rank that leaves first, where it may."""
+        pages = [self._host_victim(orders[rank]) for orders in groups if orders[rank].members]
+        return self._lowest([page for page in pages if page is not None and self._may_lose(page)])
+
+    def _evict_older_segment(
+        self, others: list[list[Order[Page]]], rank: HostRank, mine: Page | None
+    ) -> bool:
+        """Evict a segment of another size, if its pages are all worth less than `mine`."""
+        other = self._lowest_of(others, rank)
+        if other is None:
+            return False
+        bound = inf if mine is None else self._value(mine)
+        return self._value(other) <= bound and self._evict_segment(other, rank, bound)
+
+    def _evict_segment(self, page: Page, rank: HostRank, bound: float) -> bool:
         """Evict all pages of this page's segment, if all of them may go and none is worth more."""
         assert page.host is not None
         segment = self._slots.segment(page.host.grant.slot)
@@ -87,7 +118,8 @@ class HostRoom(CheckedState):
             copy = self._copies.get(slot)
             if copy is None or copy.readers or copy.page.host is not copy or not self._may_lose(copy.page):
                 return False
-            if self._rank(copy.page) > rank or (copy.page.last_use > before and not copy.page.superseded):
+            its_rank = self._rank(copy.page)
+            if its_rank > rank or (its_rank is not HostRank.SPENT and self._value(copy.page) > bound):
                 return False
             pages.append(copy.page)
         for one in pages:
@@ -97,17 +129,17 @@ class HostRoom(CheckedState):
     def _begin_emptying(self, size: int) -> bool:
         """Where no slot of this size will come back by itself: let a segment of another size run empty.
 
-        The one whose oldest page is the oldest, else any; one at a time. Whether it may be empty already.
+        The one whose lowest page is the lowest, else any; one at a time. Whether it may be empty already.
         """
         if self._emptying is not None or self._slots.passing_slots(size) > 0:
             return False
-        oldest = [
+        lowest = [
             page
-            for other, orders in self._orders.items()
+            for (other, _), orders in self._orders.items()
             for order in orders
             if other != size and (page := self._host_victim(order)) is not None
         ]
-        for page in sorted(oldest, key=lambda page: page.last_use):
+        for page in sorted(lowest, key=self._value):
             assert page.host is not None
             segment: int | None = self._slots.segment(page.host.grant.slot)
             if segment is not None and not self._slots.has_lasting(segment):
@@ -125,8 +157,21 @@ class HostRoom(CheckedState):
         """Evict what may go, at once where it is read: its slot is free when its readers are done."""
         for slot in self._slots.used_in(segment):
             copy = self._copies.get(slot)
-            if copy is not None and copy.page.host is copy and self._may_lose(copy.page):
+            if copy is None or copy.page.host is not copy:
+                continue
+            if self._demotes and copy.page.leaving is Leaving.STAYS:
+                self._leave(copy.page)
+            if self._may_lose(copy.page):
                 self._evict_host(copy.page)
+
+    def _pump_shares(self) -> bool:
+        """Who is over its share of L3 gives up its own pages, as far as they may go; whether any went."""
+        evicted = False
+        for owner in self._shares.over(TierName.HOST):
+            groups = [orders for (_, name), orders in self._orders.items() if name == owner]
+            while self._shares.excess(TierName.HOST, owner) and self._evict_lowest(groups):
+                evicted = True
+        return evicted
 
     def _end_emptying(self) -> None:
         assert self._emptying is not None

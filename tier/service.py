@@ -13,13 +13,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
@@ -49,6 +50,10 @@ from kvtier.tier.identity import tenant_digest
 from kvtier.tier.ipc import NodeServer
 from kvtier.tier.mover import Mover, load_roots, load_stored_before
 from kvtier.tier.page import TierName, slot_bytes
+from kvtier.tier.recorded_node import NODE, about
+from kvtier.tier.recorder import DEFAULT_BYTES, Recorder, RecordingStatus
+from kvtier.tier.recording import RecordingError
+from kvtier.tier.score import PolicySettings
 from kvtier.tier.slots import host_slots
 from kvtier.tier.ssd import SsdTier, open_ssd
 from kvtier.tier.stats import Snapshot
@@ -88,6 +93,8 @@ class CacheService:
     `payload_bytes` is the size of the largest pages, `min_payload_bytes` that of the smallest (None: all are alike).
     `l4_bytes` 0 turns L4 off; it takes pages of the variants in `l4_variants` (None: of all). `l3_bytes` with room for
     fewer than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through.
+    `policy` says which pages leave; with `write="demote"` they go down to L4 only when their turn comes. `shares` are by
+    tenant digest, over 0 to 1: the most of each tier that a tenant's pages take.
     Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
     opened; a damaged L4 is healed and noted.
     """
@@ -104,6 +111,9 @@ class CacheService:
         *,
         min_payload_bytes: int | None = None,
         l4_variants: frozenset[str] | None = None,
+        policy: PolicySettings = PolicySettings(),  # noqa: B008  frozen
+        write: WriteMode = "through",
+        shares: Mapping[bytes, float] | None = None,
     ) -> None:
         self.node_id = node_id
         self.incarnation = uuid.uuid4().hex
@@ -111,6 +121,7 @@ class CacheService:
         self._payload_bytes = payload_bytes
         self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
         self._l4_variants = l4_variants
+        self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
         self._l4_store: Literal["slab", "lmdb"] = l4_store
         self._inbox: deque[Event | Note | _Call] = deque()
@@ -126,6 +137,7 @@ class CacheService:
         self._ssd: SsdTier | None = None
         self._mover: Mover | None = None
         self._server: NodeServer | None = None
+        self._recorder: Recorder | None = None  # of the latest recording, over or not
         self._coordinator: Coordinator
         self._thread: threading.Thread
 
@@ -210,6 +222,46 @@ class CacheService:
         """The latest one-line notices, such as a healed catalogue; the latest last."""
         return list(self._notes)
 
+    # ---- recording -----------------------------------------------------------------------------------------------
+
+    def record(self, path: str | Path, max_bytes: int = DEFAULT_BYTES) -> RecordingStatus:
+        """Write all that the coordinator hears from now on into a new file, of at most `max_bytes`.
+
+        Raises RecordingError. See Recorder for how it ends.
+        """
+        recorder = Recorder(NODE, self.node_id, Path(path), max_bytes, lambda note: self._post([Note(note)]))
+        try:
+            self._ask(lambda: self._begin_recording(recorder))
+        except BaseException:
+            recorder.discard("it did not begin")
+            raise
+        return recorder.status()
+
+    def stop_recording(self) -> RecordingStatus | None:
+        """End the recording; how the latest one went, None when there was none."""
+        recorder = self._ask(self._end_recording)
+        if recorder is None:
+            return None
+        recorder.close("it was stopped")
+        return recorder.status()
+
+    def recording(self) -> RecordingStatus | None:
+        """How the latest recording goes or went."""
+        recorder = self._recorder
+        return None if recorder is None else recorder.status()
+
+    def _begin_recording(self, recorder: Recorder) -> None:
+        running = self._recorder
+        if running is not None and not running.is_over:
+            raise RecordingError(f"node {self.node_id} records into {running.path} already: stop that first")
+        recorder.begin(self._coordinator, self.incarnation, about(self._coordinator))
+        self._recorder = recorder
+
+    def _end_recording(self) -> Recorder | None:
+        if self._recorder is not None:
+            self._recorder.end("it was stopped", self._coordinator.snapshot())
+        return self._recorder
+
     # ---- calls from other threads ------------------------------------------------------------------------------
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -218,7 +270,7 @@ class CacheService:
         def answer() -> None:
             try:
                 future.set_result(question())
-            except AssertionError as error:  # of `check`: the asker's to handle
+            except (AssertionError, RecordingError) as error:  # of `check`: the asker's to handle
                 future.set_exception(error)
 
         self._put(_Call(answer, future.set_exception))
@@ -293,7 +345,16 @@ class CacheService:
             raise
 
     def _handle(self, event: Event) -> None:
-        for command in self._coordinator.handle(event, time.monotonic()):
+        now, recorder = time.monotonic(), self._recorder
+        try:
+            commands = self._coordinator.handle(event, now)
+        except BaseException as error:
+            if recorder is not None:
+                recorder.broke(event, now, error)
+            raise
+        if recorder is not None:
+            recorder.heard(event, now, commands, self._coordinator.snapshot)
+        for command in commands:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
@@ -386,6 +447,10 @@ class CacheService:
             stored_before=None if self._ssd is None else load_stored_before(self._l4_path),
             wall_offset_s=time.time() - now,
             now=now,
+            policy=self._policy,
+            write=self._write_mode,
+            shares=self._shares,
+            page_bytes=self._payload_bytes,
         )
         if self._ssd is not None:
             self._ssd.lost = []  # told; it could be long
@@ -407,7 +472,9 @@ class CacheService:
         self._inbox.clear()
 
     def _close(self) -> None:
-        """The mover first: it posts to the server's wake, and uses the tiers."""
+        """The mover and the recorder first: they post to the server's wake, and the mover uses the tiers."""
+        if self._recorder is not None:
+            self._recorder.close("the node stopped")
         if self._mover is not None:
             self._mover.close()
         if self._server is not None:

@@ -29,6 +29,7 @@ class HostSlots:
             raise ValueError(f"segment_bytes must be a multiple of {ALIGN_BYTES}, got {segment_bytes}")
         self._allocator = SegmentAllocator(capacity_bytes // segment_bytes * segment_bytes, segment_bytes)
         self._sizes: dict[int, int] = {}  # slot in use -> its size
+        self._used: Counter[int] = Counter()  # slot size -> slots in use
         self._lasting: set[int] = set()
         self._lasting_in: dict[int, int] = {}  # segment -> lasting slots, where there are any
         self._lasting_slots: Counter[int] = Counter()  # slot size -> lasting slots
@@ -56,6 +57,7 @@ class HostSlots:
             return None
         slot = self._number(place, size)
         self._sizes[slot] = size
+        self._used[size] += 1
         return slot
 
     def free(self, slot: int) -> None:
@@ -63,6 +65,9 @@ class HostSlots:
         if slot in self._lasting:
             self.set_lasting(slot, False)
         size = self._sizes.pop(slot)
+        self._used[size] -= 1
+        if not self._used[size]:
+            del self._used[size]
         segment = self.segment(slot)
         self._allocator.free(Place(segment, (slot * ALIGN_BYTES - segment * self.segment_bytes) // size))
 
@@ -120,6 +125,16 @@ class HostSlots:
         """Slots in segments of this size that don't last, free ones too."""
         return self._allocator.segments_of(size) * (self.segment_bytes // size) - self._lasting_slots[size]
 
+    def used_slots(self, size: int) -> int:
+        """Slots of this size in use."""
+        return self._used[size]
+
+    def free_slots(self, size: int) -> int:
+        """Slots of this size that could be taken now, in free segments too."""
+        free = self._allocator.num_segments - sum(map(self._allocator.segments_of, self._used))
+        own = free + self._allocator.segments_of(size)
+        return own * (self.segment_bytes // size) - self._used[size]
+
     def available(self, size: int) -> int:
         """Slots of this size that can be had sooner or later; 0 also where no segment is that large."""
         passing = self._allocator.num_segments - sum(self._lasting_segments.values())
@@ -158,6 +173,7 @@ class HostSlots:
         assert self._sizes == {
             slot: size for segment, size in sizes.items() for slot in self.used_in(segment)
         }
+        assert self._used == Counter(self._sizes.values())
         assert self._lasting == lasting <= self._sizes.keys()
         assert self._lasting_in == Counter(map(self.segment, lasting))
         assert self._lasting_slots == Counter(self._sizes[slot] for slot in lasting)

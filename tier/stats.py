@@ -32,6 +32,9 @@ class TierCounters:
     page_bytes: int = 0  # payloads of the pages held
     raw_bytes: int = 0  # what they would take in the model's raw format, each key once in whatever formats
     variants: dict[str, int] = field(default_factory=dict)  # pages held, by the format they are in
+    policy: str = ""  # what chooses the pages that leave; of several owners that differ, all
+    fallbacks: int = 0  # times that a guard has fallen back to lru
+    refused_writes: int = 0  # pages not written down into this tier: loading would cost more than computing
     loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_SAMPLES))
 
     def add(self, other: TierCounters) -> None:
@@ -42,6 +45,8 @@ class TierCounters:
             elif f.name == "variants":
                 for variant, pages in other.variants.items():
                     self.variants[variant] = self.variants.get(variant, 0) + pages
+            elif f.name == "policy":
+                self.policy = _joined(self.policy, other.policy)
             else:
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
@@ -68,7 +73,15 @@ class TierCounters:
             "page_bytes": self.page_bytes,
             "raw_bytes": self.raw_bytes,
             "variants": dict(sorted(self.variants.items())),
+            "policy": self.policy,
+            "fallbacks": self.fallbacks,
+            "refused_writes": self.refused_writes,
         }
+
+
+def _joined(one: str, other: str) -> str:
+    """Both texts, each once, in alphabetical order."""
+    return "; ".join(sorted({part for text in (one, other) for part in text.split("; ") if part}))
 
 
 def _percentile_ms(ordered: list[float], share: float) -> float:
@@ -136,6 +149,7 @@ def lasting(snapshot: Snapshot) -> Snapshot:
                 page_bytes=0,
                 raw_bytes=0,
                 variants={},
+                policy="",
                 loads_s=deque(maxlen=LATENCY_SAMPLES),
             )
             for name, counters in snapshot.tiers.items()
@@ -156,7 +170,7 @@ def _fell(old: TierCounters | RequestTotals, new: TierCounters | RequestTotals) 
     return any(
         getattr(new, f.name) < getattr(old, f.name)
         for f in fields(old)
-        if f.name not in ("loads_s", "variants")
+        if f.name not in ("loads_s", "variants", "policy")
     )
 
 

@@ -32,7 +32,7 @@ class Accounts:
     def count(self, request: Request, now: float) -> None:
         """The request's first token: its prompt counts, now and never again."""
         request.first_token_s = now
-        usage = request.count_usage()
+        usage = request.usage or request.count_usage()
         totals = self.totals
         totals.requests += 1
         totals.prompt_tokens += usage.prompt_tokens
@@ -85,13 +85,10 @@ class Accounts:
         """The note, with what L1 itself remembers of a page that nobody else knows."""
         if not request.spec.use_cache or note.reason not in ("never_stored", "cache_off"):
             return note
-        page_tokens = self._table.page_tokens
-        page = note.start // page_tokens
-        ghost = self._table.ghosts.get(request.sequences[0].page_key(page, page_tokens))
-        if ghost is None:
-            return note if note.detail else replace(note, detail="no lower tier was there to ask")
-        ago, idle = now - ghost.evicted_s, ghost.evicted_s - ghost.last_use_s
-        detail = (
-            f"from L1 {ago:.1f} s ago, then unused for {idle:.1f} s, the longest of all; in no tier below"
-        )
-        return replace(note, reason="evicted", detail=detail)
+        page = note.start // self._table.page_tokens
+        for stretch in request.evicted:
+            if stretch.start <= page < stretch.end:
+                ago = f"{now - stretch.evicted_s:.1f} s ago"
+                detail = f"from L1 by {stretch.text}, {ago}; in no tier below"
+                return replace(note, reason="evicted", detail=detail)
+        return note if note.detail else replace(note, detail="no lower tier was there to ask")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import psutil
@@ -13,6 +14,8 @@ import ray
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.page import TierName
+from kvtier.tier.recorder import RecordingStatus, file_of
+from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo
 from kvtier.workers.outputs import OutputSender
@@ -74,7 +77,7 @@ class DecodeWorkerProcess:
     """What the actor's process runs; `DecodeWorkerActor` is this class as a Ray actor.
 
     `tenants` maps names to the salts of the configuration, `load` is its cache.load. `threads` 0: the physical cores.
-    The formats and the window are those of load_runner.
+    `policy`, `write`, `shares` and `preemption` are DecodeWorker's. The formats and the window are those of load_runner.
     """
 
     def __init__(
@@ -85,6 +88,10 @@ class DecodeWorkerProcess:
         socket_path: str | None,
         model_path: str,
         tenants: dict[str, str],
+        policy: PolicySettings,
+        write: Literal["through", "demote"],
+        shares: Mapping[str, float],
+        preemption: ScoreWeights,
         dtype: str,
         page_tokens: int,
         l1_bytes: int,
@@ -143,6 +150,10 @@ class DecodeWorkerProcess:
             always_load=load == "always",
             load_deadline_ms=load_deadline_ms,
             tokenizer_digest=runner.tokenizer_digest,
+            policy=policy,
+            write=write,
+            shares=shares,
+            preemption=preemption,
         )
         self._worker.start()
         gc.collect()
@@ -157,9 +168,9 @@ class DecodeWorkerProcess:
         """See DecodeWorker.submit."""
         self._worker.submit(request)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, is_stopped: bool = False) -> None:
         """See DecodeWorker.cancel."""
-        self._worker.cancel(request_id)
+        self._worker.cancel(request_id, is_stopped=is_stopped)
 
     def info(self) -> WorkerInfo:
         """What this worker serves."""
@@ -206,6 +217,14 @@ class DecodeWorkerProcess:
     def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
         """Check pages in L1 against their checksums."""
         return self._worker.verify(keys)
+
+    def record(self, path: str, max_bytes: int, is_only: bool = True) -> RecordingStatus:
+        """Write what L1 hears into a new file (see file_of). Raises RecordingError."""
+        return self._worker.record(file_of(path, self._worker.worker_id, is_only=is_only), max_bytes)
+
+    def stop_recording(self) -> RecordingStatus | None:
+        """End the recording."""
+        return self._worker.stop_recording()
 
     def idle(self) -> bool:
         """No request, no copy, nothing left to save."""

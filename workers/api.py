@@ -86,7 +86,9 @@ class EngineRequest:
     session_open: bool = False  # ... that another one will follow
     turn: int = 0  # of the session, from 1; 0: not told
     expected_output_tokens: int = 0  # the client's guess; 0: none
-    tool_stop_ids: tuple[int, ...] = ()  # stop ids that mean "the model called a tool"
+    tool_stop_ids: tuple[
+        int, ...
+    ] = ()  # that end a call of a tool, each the last token of an answer or close to it
 
 
 @dataclass(frozen=True, slots=True)

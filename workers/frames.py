@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from kvtier.tier.hbm import SlabAllocator
 from kvtier.tier.page import PageFormat, PageKey, RootKey
+from kvtier.tier.score import Row
 
 MAX_CONVERTED = 256  # pages in one operation; chosen by hand
 MOVED_SLABS = 4  # emptied in one step at most; each is at most 1/64 of L1, or a few pages
@@ -32,7 +33,8 @@ class PageRecord:
 
     `frame` is where it lies now: pages move. A page that `is_spent` has been converted, or has left a stream's window:
     it goes before all others, and one that `leaves` as soon as nobody holds it and it needs not be saved any more. One
-    that `is_put_off` is a stream's own, and isn't saved before its sequence ends or is preempted.
+    that `is_put_off` is a stream's own, and isn't saved before its sequence ends or is preempted. A page of the pool has
+    a `row` of the policy, which takes it to be `in_use` until a request releases it.
     """
 
     frame: int
@@ -56,6 +58,8 @@ class PageRecord:
     is_spent: bool = False
     leaves: bool = False
     is_put_off: bool = False
+    row: Row = -1
+    in_use: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,10 @@ class Frames:
         """Somebody holds it; of a page in the radix tree its path says that."""
         return frame in self._holders
 
+    def holders_of(self, frame: int) -> int:
+        """How many hold it."""
+        return self._holders.get(frame, 0)
+
     def copies_of(self, frame: int) -> int:
         """Copies from or into the frame under way."""
         return self._copies.get(frame, 0)
@@ -205,6 +213,11 @@ class Frames:
             last.targets.extend(op.targets)
         else:
             self._ops.append(op)
+
+    @property
+    def has_ops(self) -> bool:
+        """Something is queued."""
+        return bool(self._ops)
 
     def take_ops(self) -> list[Op]:
         """What is queued, to be done in this order before anything else touches these frames."""

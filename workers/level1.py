@@ -11,7 +11,8 @@ from kvtier.tier.identity import tenant_digest
 from kvtier.tier.page import PageFormat, PageKey, TierName
 from kvtier.tier.stats import TierCounters
 from kvtier.workers.formats import LayerGroup
-from kvtier.workers.page_table import PageTable
+from kvtier.workers.l1 import L1
+from kvtier.workers.l1_events import ClearTree, Pin, Remove, Unpin
 from kvtier.workers.pager import Pager
 from kvtier.workers.roots import Roots
 from kvtier.workers.sequence import Tenancy
@@ -29,7 +30,7 @@ class Level1:
         *,
         worker_id: str,
         roots: Roots,
-        table: PageTable,
+        l1: L1,
         pager: Pager,
         groups: tuple[LayerGroup, ...],
         raw_format: PageFormat,
@@ -37,7 +38,8 @@ class Level1:
     ) -> None:
         self._worker_id = worker_id
         self._roots = roots
-        self._table = table
+        self._l1 = l1
+        self._table = l1.table  # to be read; what changes it is an event of L1
         self._pager = pager
         self._nbytes = [{format: spec.nbytes for format, spec in g.specs.items()} for g in groups]
         self._raw_nbytes = [replace(next(iter(g.specs.values())), format=raw_format).nbytes for g in groups]
@@ -56,6 +58,8 @@ class Level1:
             corrupt_pages=moved.corrupt_pages,
             converted_pages=table.converted_pages + self._pager.made_variants,
             dropped_pages=table.dropped_pages,
+            policy=table.policy.state,
+            fallbacks=table.policy.fallbacks,
             loads_s=moved.loads_s.copy(),
         )
         for (group, format), pages in table.counts.items():
@@ -102,14 +106,15 @@ class Level1:
     def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages, and those before them. REJECTED past the bound."""
         outcomes = {None: Outcome.MISSING, True: Outcome.ACCEPTED, False: Outcome.REJECTED}
-        return [(key, outcomes[self._table.pin(PageKey(key))]) for key in keys]
+        now = self._clock()
+        return [(key, outcomes[self._l1.hear(Pin(PageKey(key)), now)]) for key in keys]
 
     def unpin(self, keys: list[bytes]) -> Outcomes:
         """Undo `pin`."""
         found: Outcomes = []
         for key in keys:
             is_here = self._table.has(PageKey(key))
-            self._table.unpin(PageKey(key), self._clock())
+            self._l1.hear(Unpin(PageKey(key)), self._clock())
             found.append((key, Outcome.ACCEPTED if is_here else Outcome.MISSING))
         return found
 
@@ -121,7 +126,7 @@ class Level1:
     def _evict(self, key: PageKey) -> Outcome:
         if self._table.is_pinned(key):
             return Outcome.REJECTED
-        waits = self._table.remove(key, self._clock()) is False
+        waits = self._l1.hear(Remove(key), self._clock()) is False
         return Outcome.DEFERRED if waits else Outcome.ACCEPTED
 
     def clear(self, tenant: str | None, in_use: Iterable[Tenancy]) -> Outcomes:
@@ -136,7 +141,7 @@ class Level1:
             trees = {record.tree for record in records}
             trees |= {tenancy.tree for tenancy in in_use if tenancy.digest == digest}
             for tree in trees:
-                self._table.clear(tree, self._clock())
+                self._l1.hear(ClearTree(tree), self._clock())
             left = {record.key for record, _ in self._table.cached() if record.tenant == digest}
             for key in dict.fromkeys(record.key for record in records):
                 outcomes.append((key, Outcome.DEFERRED if key in left else Outcome.ACCEPTED))
@@ -159,6 +164,6 @@ class Level1:
             return Outcome.ACCEPTED
         log.error("page %s in L1 is not what was sealed; it is dropped", key.hex()[:16])
         self._pager.counters.corrupt_pages += 1
-        self._table.unpin(key, self._clock())
-        waits = self._table.remove(key, self._clock()) is False
+        self._l1.hear(Unpin(key), self._clock())
+        waits = self._l1.hear(Remove(key), self._clock()) is False
         return Outcome.DEFERRED if waits else Outcome.MISSING

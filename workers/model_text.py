@@ -16,6 +16,23 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
 )
+# Tokens that end a call of a tool, by the names that model families gave them.
+_TOOL_STOPS = frozenset(
+    {
+        "<|eom_id|>",  # Llama 3
+        "</tool_call>",  # Qwen, Hermes, GLM
+        "<|observation|>",  # GLM
+        "<|call|>",  # gpt-oss
+        "<|tool_call_end|>",  # Kimi, LFM2
+        "<|tool_calls_section_end|>",
+        "<|/tool_call|>",  # Phi
+        "<\uff5ctool\u2581call\u2581end\uff5c>",  # DeepSeek
+        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+        "<|END_ACTION|>",  # Command R
+        "<end_function_call>",  # FunctionGemma
+        "[/TOOL_CALLS]",
+    }
+)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_TOKENS = 32  # a character has at most 4 bytes, so text still broken after so many tokens stays broken
 
@@ -66,9 +83,11 @@ class Text:
         self.digest = digest
         template = tokenizer.chat_template
         self.chat_template_digest = _template_digest(template) if template else ""
-        self._special = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.tool_stop_ids = tuple(
+            sorted(token_id for token_id, token in added.items() if token.content in _TOOL_STOPS)
+        )  # of tokens that end a call of a tool; () where the model has none
         self._pieces: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
         self._is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
         self.max_token_bytes = self._longest_token()  # of text, that one token can stand for

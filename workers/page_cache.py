@@ -5,63 +5,87 @@ Pages of plain sequences lie in radix trees, those of all others in a pool. Pure
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
 
 import numpy as np
 
 from kvtier.tier.identity import TokenIds
 from kvtier.tier.page import PageFormat, PageKey, RootKey
 from kvtier.tier.prefix import Path, PrefixIndex
+from kvtier.tier.score import Candidates, Lru, Policy, Row, Use, Victim
 from kvtier.workers.frames import Frames, Op, PageRecord, SaveState
+from kvtier.workers.ghosts import EXPLAINED, MOST, Ghost, Ghosts
 from kvtier.workers.page_pool import PagePool
+from kvtier.workers.ranks import Leaves, Ranks
 from kvtier.workers.sequence import Sequence
 
-GHOSTS = 16384  # keys of evicted pages remembered for `explain`; about 3 MB
-
-
-@dataclass(frozen=True, slots=True)
-class Ghost:
-    """When a page left L1, and when it had been used last."""
-
-    evicted_s: float
-    last_use_s: float
+# Pages that go together, in an L1 of thousands, where choosing several costs little more than choosing one: not by Lru.
+AT_ONCE = 8
+MARGIN_PARTS = 8  # a margin is made whole when so large a part of it is missing, by many pages at once
+NO_SHARES: Mapping[bytes, float] = MappingProxyType({})
 
 
 class PageCache:
     """Owned by the step loop; `now` never goes back. `groups` are the bytes of a page by format, by layer group.
 
     Room for a page is made, in this order: a free place; a slab of another size whose pages fit elsewhere, which move;
-    the cached page of any size that was used longest ago. So no size can keep a slab that another needs, and what
-    counts as held is all that can stand in a request's way.
+    the cached page of any size that the policy values least. So no size can keep a slab that another needs, and what
+    counts as held is all that can stand in a request's way. A tenant with a share below 1 gives its own pages first
+    while more of L1 than that is its.
 
-    `can_save` is the worker's to set: pages can be saved below L1.
+    `can_save` is the worker's to set: pages can be saved below L1. Where they aren't saved before they must leave,
+    `margin_bytes` of L1 are either free or `set_aside`, and pages that were dropped early are `due` to be saved.
     """
 
     def __init__(
-        self, num_units: int, unit_bytes: int, page_tokens: int, groups: tuple[Mapping[PageFormat, int], ...]
+        self,
+        num_units: int,
+        unit_bytes: int,
+        page_tokens: int,
+        groups: tuple[Mapping[PageFormat, int], ...],
+        policy: Policy | None = None,
+        shares: Mapping[bytes, float] = NO_SHARES,
     ) -> None:
+        """`shares` of L1 are by the digest of a tenant. The policy is Lru by default."""
         self.page_tokens = page_tokens
         self.groups = groups
+        self.policy = policy or Lru()
         self.frames = Frames(num_units, unit_bytes, [nbytes for group in groups for nbytes in group.values()])
-        self.index = PrefixIndex(page_tokens)
-        self.pool = PagePool()
-        self.ghosts: OrderedDict[PageKey, Ghost] = OrderedDict()
+        self._ranks = Ranks(self.policy, shares, num_units * unit_bytes)
+        self.index = PrefixIndex(page_tokens, self.policy)
+        self.wire()
+        self.pool = PagePool(self.policy, self._ranks)
+        capacity = num_units // self.frames.slabs.sizes[-1]
+        self.ghosts = Ghosts(self.policy, min(MOST, max(EXPLAINED, int(self.policy.ghosts * capacity))))
         self.pinned: dict[PageKey, Path | list[PageRecord]] = {}  # by an administrator
         self.evicted_pages = 0
         self.dropped_pages = 0  # that had left a stream's window, or been converted
         self.converted_pages = 0
         self.can_save = False
+        self.margin_bytes = 0
+        self.due: list[PageRecord] = []  # since they were asked for last
+        # Pages that have left since somebody took them out; None: nobody does.
+        self.left: list[PageKey] | None = None
         self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
-        self._max_pins = num_units // self.frames.slabs.sizes[-1] // 2
+        self._now = 0.0  # while pages leave the index
+        self._max_pins = capacity // 2
+        self._at_once = 1 if isinstance(self.policy, Lru) else min(AT_ONCE, 1 + capacity // 256)
         self._formats = tuple({format for group in groups for format in group})
         self._in_tree: dict[PageKey, PageRecord] = {}
         self._in_trees: tuple[PageFormat, int] | None = None  # format and size of pages in the radix trees
         self._holding: dict[Sequence, None] = {}  # those whose pages must be followed where they move
         self._users: Counter[RootKey] = Counter()  # sequences that give pages to a tree or take them from it
-        self._doomed: set[PageKey] = set()  # to be evicted as soon as nobody holds them
+        self._tenants: dict[RootKey, bytes] = {}  # of trees with users
+        # To be evicted as soon as nobody holds them; in order, so that another process goes through them alike.
+        self._doomed: dict[PageKey, None] = {}
         self._dead: set[RootKey] = set()  # cleared trees that still have users
+
+    def wire(self) -> None:
+        """Tell the parts that need it where they belong: done at the beginning, and after all was read from a file."""
+        self.index.wire(self._leaves_of_tree, self._bury_run)
 
     # What is here
 
@@ -113,6 +137,11 @@ class PageCache:
         """Copies from or into the frame under way."""
         return self.frames.copies_of(frame)
 
+    @property
+    def has_ops(self) -> bool:
+        """`take_ops` would give some."""
+        return self.frames.has_ops
+
     def take_ops(self) -> list[Op]:
         """What is to be done to the bytes of frames, in this order, before anything else touches them."""
         return self.frames.take_ops()
@@ -120,6 +149,11 @@ class PageCache:
     def record(self, frame: int) -> PageRecord | None:
         """The cached page in this frame."""
         return self.frames.records.get(frame)
+
+    def records_in(self, frames: list[int]) -> list[PageRecord]:
+        """Those of these frames that hold cached pages."""
+        records = self.frames.records
+        return [records[frame] for frame in frames if frame in records]
 
     def is_cached(self, record: PageRecord) -> bool:
         """The page hasn't left since."""
@@ -184,16 +218,28 @@ class PageCache:
             if record.key in self._doomed:
                 self._uncache(record, now)
                 if not self.has(record.key):
-                    self._doomed.discard(record.key)
+                    self._doomed.pop(record.key, None)
             elif record.leaves and not self._must_be_saved(record):
                 self._leave(record, now)
             else:
                 self.pool.unheld(record, now)
+                if record.leaves and self.margin_bytes:
+                    self.due.append(record)
 
     def hold(self, record: PageRecord) -> None:
         """One more holds a page of the pool."""
         self.frames.hold(record.frame)
         self.pool.held(record)
+
+    def release_pooled(
+        self, records: list[PageRecord], use: Use, now: float, *, only_last: bool = False
+    ) -> None:
+        """A request is about to drop these pages of the pool that it used, head first; see PrefixIndex.unpin."""
+        shared = [record for record in records if self.frames.holders_of(record.frame) > 1]
+        if only_last:
+            records = [record for record in records if self.frames.holders_of(record.frame) == 1]
+        self.pool.release(records, use, now)
+        self.pool.begin(shared, now)
 
     def saved(self, record: PageRecord, is_written: bool, now: float) -> bool:
         """A save of the page is over. Whether the page is still cached: it may have stayed only to be saved."""
@@ -205,14 +251,16 @@ class PageCache:
             return False
         return True
 
-    def cache_in_pool(self, record: PageRecord) -> None:
-        """The page, in a frame that somebody holds, can be found from now on."""
-        self.frames.cache(record)
+    def cache_in_pool(self, record: PageRecord, created: int, now: float) -> None:
+        """The page, in a frame that somebody holds, can be found from now on. Its request brings `created` new ones."""
+        self._cache(record)
+        row = self.ghosts.revive(record.key, record.nbytes, now)
+        record.row = self.policy.add(1, record.depth, record.nbytes, created, now) if row is None else row
         self.pool.add(record)
 
     def cache_in_tree(self, record: PageRecord) -> None:
         """The page, which the index has, can be found from now on, unless its tree is dead."""
-        self.frames.cache(record)
+        self._cache(record)
         if self._in_trees is None:
             self._in_trees = record.format, self.frames.units(record.nbytes)
         if record.tree not in self._dead:
@@ -235,16 +283,105 @@ class PageCache:
         return True
 
     def _evict(self, missing: int, now: float) -> bool:
-        """Evict what was used longest ago; False when all that is cached is held."""
-        tree_s, pool_s = self.index.oldest_s, self.pool.oldest_s
-        if tree_s is None and pool_s is None:
-            return False
-        if pool_s is None or (tree_s is not None and tree_s <= pool_s):
-            is_only_size = pool_s is None and len(self.frames.slabs.sizes) == 1
-            self._uncache_tree(self.index.evict(missing if is_only_size else 1), now)
+        """Evict what the policy values least; False when all that is cached is held."""
+        spent = self._ranks.spent()
+        if spent is not None:
+            self._uncache(spent, now)
+            return True
+        is_only_size = len(self.frames.slabs.sizes) == 1
+        aside = self._next_aside(SaveState.CLEAN) or self._next_aside(SaveState.DIRTY)
+        if aside is None:
+            victims = self._ranks.victims(max(missing, self._at_once) if is_only_size else 1, now)
+            for victim in victims:
+                self._drop_victim(victim, now)
+            if victims:
+                return True
+            aside = self._next_aside(SaveState.SAVING)
+        if aside is not None:
+            leaves, victim = aside
+            self._drop_victim(victim, now)
+            if victim.row in leaves:  # more of the run is here
+                leaves.discard(victim.row)
+                leaves.add(victim.row)
+        return aside is not None
+
+    def _drop_victim(self, victim: Victim, now: float) -> None:
+        record = self.pool.by_row(victim.row)
+        if record is None:
+            self._now = now
+            self._uncache_tree(self.index.evict_run(victim).frames)
         else:
-            self._uncache(self.pool.oldest(), now)
-        return True
+            self._uncache(record, now)
+
+    def _records_of_victim(self, victim: Victim) -> list[PageRecord]:
+        record = self.pool.by_row(victim.row)
+        return self.records_in(self.index.frames_of(victim)) if record is None else [record]
+
+    # What leaves next
+
+    @property
+    def is_margin_short(self) -> bool:
+        """`set_aside` would choose enough to be worth its work, if there is anything."""
+        slack = self.margin_bytes // (MARGIN_PARTS * self._largest_bytes)
+        return bool(self.margin_bytes) and self._pages_to_set_aside() > slack
+
+    def set_aside(self, now: float) -> list[PageRecord]:
+        """Choose what leaves next, until that and what is free make `margin_bytes`; the chosen pages that aren't saved.
+
+        They leave before all others, those first that have a copy below by then; one that is used meanwhile stays.
+        """
+        chosen: list[PageRecord] = []
+        while (pages := self._pages_to_set_aside()) > 0:
+            victims = self._next_to_set_aside(pages, now)
+            if not victims:
+                break
+            for victim in victims:
+                records = self._records_of_victim(victim)
+                nbytes = sum(record.nbytes for record in records)
+                leaves = self._ranks.of(records[0].tenant).leaves
+                leaves.set_aside(victim, nbytes, is_all=victim.pages == self._pages_of(victim.row))
+                chosen += [record for record in records if record.save is SaveState.DIRTY]
+        return chosen
+
+    def unsaved(self) -> None:
+        """No page has a copy below any more: what is to leave next is chosen anew, so that it is saved."""
+        for record, _ in self.cached():
+            if record.save is SaveState.CLEAN:
+                record.save = SaveState.DIRTY
+        self._ranks.put_back()
+
+    def _pages_to_set_aside(self) -> int:
+        missing = self.margin_bytes - (self.capacity_bytes - self.used_bytes) - self._ranks.aside_bytes
+        return -(-missing // self._largest_bytes)
+
+    @property
+    def _largest_bytes(self) -> int:
+        return self.frames.slabs.sizes[-1] * self.frames.unit_bytes
+
+    def _next_to_set_aside(self, pages: int, now: float) -> list[Victim]:
+        """What the policy values least, be it the rest of a run whose end is set aside."""
+        victims = self._ranks.victims(pages, now)
+        least = self.policy.value(victims[0].row, now) if victims else inf
+        for row, aside in self._ranks.partly_aside():
+            value, longest = self.policy.value(row, now), self._pages_of(row)
+            if longest > aside and (value <= least or not victims):
+                least, victims = value, [Victim(row, min(longest, aside + pages))]
+        return victims
+
+    def _pages_of(self, row: Row) -> int:
+        return self.index.pages_of(row) if self.pool.by_row(row) is None else 1
+
+    def _next_aside(self, save: SaveState) -> tuple[Leaves, Victim] | None:
+        """Of what was set aside, the first with pages that are all CLEAN, or of which some are in another state."""
+        for leaves, victim in self._ranks.aside():
+            states = {record.save for record in self._records_of_victim(victim)}
+            if save in states and (save is not SaveState.CLEAN or len(states) == 1):
+                return leaves, victim
+        return None
+
+    def _cache(self, record: PageRecord) -> None:
+        self.frames.cache(record)
+        self._ranks.of(record.tenant).used_bytes += record.nbytes
 
     def _must_be_saved(self, record: PageRecord) -> bool:
         return self.can_save and record.save is not SaveState.CLEAN and not record.is_put_off
@@ -254,48 +391,66 @@ class PageCache:
         self.evicted_pages -= 1
         self.dropped_pages += 1
 
-    def _uncache_tree(self, frames: list[int], now: float) -> None:
+    def _bury_run(self, row: Row, frames: list[int], in_use: bool) -> None:
+        """The row of pages that leave the radix trees, deepest first, goes to their ghosts."""
+        for left in range(len(frames) - 1, -1, -1):
+            record = self.frames.records[frames[len(frames) - 1 - left]]
+            own = self.policy.split(row, left) if left else row
+            if self._in_tree.get(record.key) is record:
+                del self._in_tree[record.key]
+                ghost = Ghost(own, record.nbytes, self._now, record.last_use_s, in_use)
+                self.ghosts.bury(record.key, ghost)
+            else:  # it is of a dead tree
+                self.policy.forget(own)
+
+    def _uncache_tree(self, frames: list[int]) -> None:
         """These pages have left the radix trees."""
         for frame in frames:
             record = self.frames.records[frame]
-            if self._in_tree.get(record.key) is record:  # else it is of a dead tree
-                del self._in_tree[record.key]
-                self.ghosts[record.key] = Ghost(now, record.last_use_s)
+            self._ranks.of(record.tenant).used_bytes -= record.nbytes
+            if self.left is not None:
+                self.left.append(record.key)
         self.frames.uncache(frames)
-        self._count_evicted(len(frames))
+        self.evicted_pages += len(frames)
 
     def _uncache(self, record: PageRecord, now: float) -> None:
         """A page of the pool leaves; its frame is free once nobody holds it and no copy needs it."""
         self.pool.remove(record)
-        if not self.has(record.key):
-            self.ghosts[record.key] = Ghost(now, record.last_use_s)
+        if self.has(record.key):  # in another format
+            self.policy.forget(record.row)
+        else:
+            ghost = Ghost(record.row, record.nbytes, now, record.last_use_s, record.in_use)
+            self.ghosts.bury(record.key, ghost)
+        self._ranks.of(record.tenant).used_bytes -= record.nbytes
+        if self.left is not None:
+            self.left.append(record.key)
         self.frames.uncache([record.frame])
-        self._count_evicted(1)
-
-    def _count_evicted(self, pages: int) -> None:
-        self.evicted_pages += pages
-        while len(self.ghosts) > GHOSTS:
-            self.ghosts.popitem(last=False)
+        self.evicted_pages += 1
 
     # Users of trees
 
-    def _enter_tree(self, tree: RootKey) -> None:
+    def _leaves_of_tree(self, tree: RootKey) -> Candidates:
+        return self._ranks.of(self._tenants.get(tree)).leaves
+
+    def _enter_tree(self, tree: RootKey, tenant: bytes) -> None:
         self._users[tree] += 1
+        self._tenants[tree] = tenant
 
     def _leave_tree(self, tree: RootKey, now: float) -> None:
         self._users[tree] -= 1
         if not self._users[tree]:
-            del self._users[tree]
+            del self._users[tree], self._tenants[tree]
         if tree in self._dead:
             self._bury(tree, now)
         for key in list(self._doomed):
             if self.remove(key, now) is None:
-                self._doomed.discard(key)
+                self._doomed.pop(key, None)
 
     def _bury(self, tree: RootKey, now: float) -> int:
         """Evict what nobody holds of a dead radix tree; pages that somebody does."""
+        self._now = now
         removed = self.index.clear(tree)
-        self._uncache_tree(removed.frames, now)
+        self._uncache_tree(removed.frames)
         if tree not in self._users:
             self._dead.discard(tree)
         return removed.pinned_pages
@@ -332,7 +487,7 @@ class PageCache:
         if pinned is None:
             return False
         if isinstance(pinned, Path):
-            self.index.unpin(pinned, now)
+            self.index.unpin(pinned, now, None)
         else:
             for record in pinned:
                 self.drop(record.frame, now)
@@ -365,15 +520,16 @@ class PageCache:
             return None
         for record in records:
             if not record.is_pooled:
+                self._now = now
                 removed = self.index.remove(record.tree, self._chain_tokens(record))
                 assert removed is not None
-                self._uncache_tree(removed.frames, now)
+                self._uncache_tree(removed.frames)
             elif not self.frames.is_held(record.frame):
                 self._uncache(record, now)
-        self._doomed.discard(key)
+        self._doomed.pop(key, None)
         if not self.has(key):
             return True
-        self._doomed.add(key)
+        self._doomed[key] = None
         return False
 
     def clear(self, tree: RootKey, now: float) -> tuple[int, int]:
@@ -429,6 +585,8 @@ class PageCache:
                 holders.update(record.frame for record in pinned)
         self.frames.check(holders)
         self.pool.check(self.frames.is_held)
+        self.ghosts.check()
+        self._ranks.check(self.frames.records.values())
         records = self.frames.records
         in_tree = {page.frame for page in self.index.pages()}
         for frame, record in records.items():

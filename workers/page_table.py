@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvtier.tier.identity import content_digest
 from kvtier.tier.messages import PageRef
 from kvtier.tier.page import PageFormat, PageKey, TierName
-from kvtier.tier.prefix import Frames, Path
+from kvtier.tier.prefix import Frames, Path, Piece
 from kvtier.tier.recipe import ChainNeeds
+from kvtier.tier.score import Policy, Use
 from kvtier.workers.frames import CopyHead, PageRecord, SaveState
-from kvtier.workers.page_cache import PageCache
+from kvtier.workers.page_cache import NO_SHARES, PageCache
 from kvtier.workers.pooled_pages import PooledPages, pages_needed
 from kvtier.workers.sequence import Load, LoadChain, Sequence
 
@@ -28,9 +28,15 @@ class PageTable(PageCache):
     """
 
     def __init__(
-        self, num_units: int, unit_bytes: int, page_tokens: int, groups: tuple[Mapping[PageFormat, int], ...]
+        self,
+        num_units: int,
+        unit_bytes: int,
+        page_tokens: int,
+        groups: tuple[Mapping[PageFormat, int], ...],
+        policy: Policy | None = None,
+        shares: Mapping[bytes, float] = NO_SHARES,
     ) -> None:
-        super().__init__(num_units, unit_bytes, page_tokens, groups)
+        super().__init__(num_units, unit_bytes, page_tokens, groups, policy, shares)
         self._pooled = PooledPages(self)
 
     def pages_for(self, tokens: int) -> int:
@@ -77,11 +83,11 @@ class PageTable(PageCache):
     @property
     def has_due(self) -> bool:
         """`take_due` would give some."""
-        return bool(self._pooled.due)
+        return bool(self._pooled.due or self.due)
 
     def take_due(self) -> list[PageRecord]:
         """Cached pages, since this was called last, whose saving was put off until now."""
-        due, self._pooled.due = self._pooled.due, []
+        due, self._pooled.due, self.due = self._pooled.due + self.due, [], []
         return due
 
     # A sequence's pages
@@ -94,7 +100,7 @@ class PageTable(PageCache):
         self._holding[seq] = None
         if not seq.request.spec.use_cache:
             return
-        self._enter_tree(seq.tree)
+        self._enter_tree(seq.tree, seq.request.tenancy.digest)
         if seq.is_plain:
             tokens = min(seq.length - 1, limit * self.page_tokens)
             match = self.index.match(seq.tree, seq.tokens[: seq.length], tokens)
@@ -102,6 +108,21 @@ class PageTable(PageCache):
             seq.head_tokens = match.partial[1] if match.partial else 0
         else:
             self._pooled.adopt(seq, limit)
+
+    def begin(self, seq: Sequence, now: float) -> None:
+        """The sequence is admitted: a request begins to use the pages that it adopted, and those that left L1."""
+        request = seq.request
+        if not request.spec.use_cache:
+            return
+        if seq.path is not None:
+            self.index.begin(seq.path, now)
+        elif not seq.is_plain:
+            self._pooled.begin(seq, now)
+        for group in range(len(seq.groups)):
+            keys = seq.page_keys(seq.length // self.page_tokens, self.page_tokens, group)[seq.num_cached :]
+            if group == 0 and request.admitted_s is None:
+                request.evicted = self.ghosts.explain(keys, seq.num_cached)
+            self.ghosts.begin(keys, now)
 
     def readopt(self, seq: Sequence, now: float) -> None:
         """Match again before the first token is computed: others may have cached more meanwhile.
@@ -117,7 +138,8 @@ class PageTable(PageCache):
         match = self.index.match(before.root, seq.tokens[: seq.length], seq.length - 1)
         if match.tokens > seq.computed:
             self._hold_path(seq, match.node, match.frames)
-            self.index.unpin(before, now)
+            self.index.begin(match.node, now)
+            self.index.unpin(before, now, None)
         if not own:
             return
         pages.reserve(pages.num_pages + 1)
@@ -158,15 +180,18 @@ class PageTable(PageCache):
         """Let a pooled sequence's pages go that rows from its position on don't attend."""
         self._pooled.slide(seq, now)
 
-    def release(self, seq: Sequence, now: float) -> None:
-        """Take all pages from a sequence; cached ones stay cached, its own become free once no copy needs them."""
+    def release(self, seq: Sequence, now: float, use: Use | None = None, *, only_last: bool = False) -> None:
+        """Take all pages from a sequence; cached ones stay cached, its own become free once no copy needs them.
+
+        `use` is what it leaves behind; None when it has used nothing yet. With `only_last` siblings of it go on.
+        """
         if seq not in self._holding:
             return
         del self._holding[seq]
         if seq.is_plain:
-            self._release_plain(seq, now)
+            self._release_plain(seq, now, use, only_last)
         else:
-            self._pooled.release(seq, now)
+            self._pooled.release(seq, now, use, only_last=only_last)
         if seq.request.spec.use_cache:
             self._leave_tree(seq.tree, now)
         seq.num_cached = seq.computed = 0
@@ -179,7 +204,7 @@ class PageTable(PageCache):
         child.tree = parent.tree
         self._holding[child] = None
         if child.request.spec.use_cache:
-            self._enter_tree(child.tree)
+            self._enter_tree(child.tree, child.request.tenancy.digest)
         fork = self._fork_plain if parent.is_plain else self._pooled.fork
         if fork(parent, child, now):
             return True
@@ -314,11 +339,19 @@ class PageTable(PageCache):
         first, pages = seq.num_cached, seq.groups[0]
         tokens = seq.tokens[first * self.page_tokens : full * self.page_tokens]
         own = pages.frames[first:full].copy()
-        inserted = self.index.extend(seq.path, tokens, own, now)
+        keys = seq.page_keys(full, self.page_tokens)
+        inserted = self.index.extend(
+            seq.path,
+            tokens,
+            own,
+            now,
+            created=seq.request.created_pages(self.page_tokens),
+            nbytes=self.groups[0][self._write(seq)],
+            pieces=self._pieces(seq, keys[first:], now),
+        )
         pages.frames[first:full] = inserted.frames
         seq.num_cached = full
         duplicates = set(inserted.duplicates)
-        keys = seq.page_keys(full, self.page_tokens)
         sealed = []
         for depth, frame in enumerate(own.tolist(), start=first):
             if frame not in duplicates:
@@ -327,6 +360,14 @@ class PageTable(PageCache):
                 sealed.append(record)
             self.frames.let_go(frame)
         return sealed
+
+    def _pieces(self, seq: Sequence, keys: list[PageKey], now: float) -> list[Piece]:
+        """The histories of pages that come back, in a tree where they can be found."""
+        if self.is_dead(seq.tree):
+            return []
+        here = next((i for i, key in enumerate(keys) if key not in self._in_tree), len(keys))
+        pieces = self.ghosts.revive_all(keys[here:], self.groups[0][self._write(seq)], now)
+        return [(None, here), *pieces] if here and pieces else pieces
 
     def _plain_record(
         self, seq: Sequence, depth: int, keys: list[PageKey], frame: int, now: float
@@ -343,7 +384,7 @@ class PageTable(PageCache):
             root=tenancy.root,
             tree=seq.tree,
             tenant=tenancy.digest,
-            content=b"" if depth else content_digest(tenancy.salt, seq.tokens[: seq.length]),
+            content=b"" if depth else seq.content(),
             depth=depth,
             save=SaveState.CLEAN if depth < seq.stored_pages else SaveState.DIRTY,
             is_pooled=False,
@@ -358,12 +399,12 @@ class PageTable(PageCache):
             mine.num_pages -= 1
             self.drop(int(mine.frames[mine.num_pages]), now)
 
-    def _release_plain(self, seq: Sequence, now: float) -> None:
+    def _release_plain(self, seq: Sequence, now: float, use: Use | None, only_last: bool) -> None:
         self._trim(seq, seq.num_cached, now)
         if seq.path is not None:
-            for frame in seq.groups[0].frames[: seq.num_cached].tolist():
+            for frame in seq.groups[0].frames[: seq.num_cached].tolist() if use is not None else ():
                 self.frames.records[frame].last_use_s = now
-            self.index.unpin(seq.path, now)
+            self.index.unpin(seq.path, now, use, only_last=only_last)
             seq.path = None
         seq.groups[0].empty()
 

@@ -11,10 +11,10 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.identity import content_digest
 from kvtier.tier.messages import (
     Chain,
     Copied,
+    Finished,
     Granted,
     HostPage,
     Loaded,
@@ -31,11 +31,35 @@ from kvtier.tier.messages import (
     ToWorker,
 )
 from kvtier.tier.page import PageFormat, PageKey, PageSpec, TierName, page_checksum
+from kvtier.tier.records import Limits
+from kvtier.tier.score import Kind
 from kvtier.tier.stats import TierCounters
 from kvtier.workers.arena_ops import ArenaOps
 from kvtier.workers.copier import Copier, Job, LoadJob, LoadPage, SaveJob, SavePage
 from kvtier.workers.formats import LayerGroup
 from kvtier.workers.frames import Convert, PageRecord, SaveState
+from kvtier.workers.l1 import L1
+from kvtier.workers.l1_events import (
+    Arrive,
+    Borrow,
+    Cut,
+    EndCopies,
+    Found,
+    GiveUp,
+    LeasesOver,
+    Leaving,
+    LoadOver,
+    NodeCame,
+    NodeWent,
+    Place,
+    PreemptedSaved,
+    Saved,
+    SetAside,
+    StartCopy,
+    StartSave,
+    TakeDue,
+    TakeOps,
+)
 from kvtier.workers.node_link import (
     Connected,
     ConnectionLost,
@@ -44,10 +68,9 @@ from kvtier.workers.node_link import (
     NodeLink,
     NodeMessage,
 )
-from kvtier.workers.page_table import PageTable
 from kvtier.workers.roots import Roots
-from kvtier.workers.scheduler import DemotedPage, Demotion, Scheduler
-from kvtier.workers.sequence import LoadChain, Sequence, SequenceState
+from kvtier.workers.scheduler import DemotedPage, Demotion
+from kvtier.workers.sequence import Load, LoadChain, Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +78,7 @@ LOAD_JOB_PAGES = 8  # fewer pages than this aren't worth waking another thread f
 SAVE_JOB_PAGES = 16  # a load waits for at most so many pages of a save under way
 VARIANTS_AT_ONCE = 16  # frames that tier variants may take from L1 at a time
 QUEUE_SLACK = 64  # below this a queue isn't worth tidying up
+MOST_KEYS = Limits().keys_per_locate  # of one message: a node takes a longer one for an attack
 NEVER_DECAYED = 1 << 30  # recent_tokens of a recipe whose decayed format is wanted nowhere, only taken
 
 
@@ -69,8 +93,7 @@ class Pager:
     def __init__(
         self,
         *,
-        table: PageTable,
-        scheduler: Scheduler,
+        l1: L1,
         link: NodeLink,
         copier: Copier,
         ops: ArenaOps,
@@ -78,13 +101,16 @@ class Pager:
         groups: tuple[LayerGroup, ...],
         l4_format: PageFormat | None,
         memory: npt.NDArray[np.uint8] | None,
+        always_load: bool = False,
     ) -> None:
-        """`memory` is L1's arena, uint8 [units, unit bytes], where it is host memory; else None."""
-        self.counters = TierCounters(capacity_bytes=table.capacity_bytes)
-        self.recompute_s = 0.0  # seconds to compute one page; 0: always load
+        """`memory` is L1's arena, uint8 [units, unit bytes], where it is host memory; else None.
+
+        Full pages are saved at once, or, where the table keeps a margin, shortly before they must leave.
+        """
+        self.counters = TierCounters(capacity_bytes=l1.table.capacity_bytes)
         self.made_variants = 0
-        self._table = table
-        self._scheduler = scheduler
+        self._l1 = l1
+        self._table = l1.table  # to be read; what changes it is an event of L1
         self._link = link
         self._copier = copier
         self._ops = ops
@@ -92,6 +118,8 @@ class Pager:
         self._groups = groups
         self._specs = {spec.digest: spec for group in groups for spec in group.specs.values()}
         self._l4_format = l4_format
+        self._always_load = always_load
+        self._is_through = not l1.table.margin_bytes
         self._unit_bytes = 0 if memory is None else memory.shape[1]
         self._memory = None if memory is None else memory.reshape(-1).data
         self._loads: dict[str, Sequence] = {}
@@ -139,7 +167,7 @@ class Pager:
         request.looked(TierName.HOST, request.prompt_tokens - load.first_page * page_tokens)
         content = b""
         if load.first_page == 0 and seq.length > page_tokens:
-            content = content_digest(request.tenancy.salt, seq.tokens[: seq.length])
+            content = seq.content()
         self._link.send(
             Locate(
                 request_id=load.lease,
@@ -149,35 +177,82 @@ class Pager:
                 first_page=load.first_page,
                 last_position=load.last_position,
                 chains=[_chain(chain) for chain in load.chains],
-                # What was preempted comes back from wherever it is: the sequence has waited long enough.
-                recompute_s=0.0 if seq.saved else self.recompute_s,
+                recompute_s=self._recompute_s(seq, load),
                 first_content=content,
             )
         )
 
+    def _recompute_s(self, seq: Sequence, load: Load) -> float:
+        """What computing a page of the load costs, on average; 0.0: it is loaded whatever that is."""
+        if self._always_load or seq.saved:
+            return (
+                0.0  # what was preempted comes back from wherever it is: the sequence has waited long enough
+            )
+        return self._table.policy.costs.recompute_s(0.5 * (load.first_page + load.pages))
+
+    def finished(self, seq: Sequence, kind: Kind, now: float) -> None:
+        """A sequence is about to be over: where it is its request's last, the node hears what it leaves behind."""
+        request = seq.request
+        if not (self._link.is_up and request.spec.use_cache and seq.is_last) or request.admitted_s is None:
+            return
+        use, keys = self._l1.hear(Leaving(seq.number, kind), now)
+        if not use.pages or sum(map(len, keys)) > MOST_KEYS:
+            return
+        costs = self._table.policy.costs
+        self._link.send(
+            Finished(
+                request_id=request.spec.request_id,
+                keys=[[*chain] for chain in keys],
+                new_pages=use.new_pages,
+                output_tokens=use.output_tokens,
+                kind=use.kind,
+                turn=use.turn,
+                session=use.session,
+                closed=use.closed,
+                open=use.open,
+                seconds=max(0.0, now - request.admitted_s),
+                page_s=costs.page_s,
+                double_pages=costs.double_pages,
+            )
+        )
+
     def save(self, records: list[PageRecord], now: float) -> None:
-        """Pages were sealed: take their checksums and write them through to L3 as slots allow."""
+        """Pages were sealed: take their checksums, and write them through to L3 as slots allow."""
         for record in records:
             if not self._table.is_cached(record):
                 continue  # its sequence ended with this step, and the page was to go with it
             if self._memory is not None:
                 record.checksum = self._checksum(record)
-            self._to_save(record)
+            if self._is_through:
+                self._to_save(record)
+        self.flush(now)
+
+    def save_all(self, now: float) -> None:
+        """Write through from now on, and all that isn't saved yet."""
+        if self._is_through:
+            return
+        self._is_through = True
+        for record, _ in self._table.cached():
+            if record.save is SaveState.DIRTY:
+                self._to_save(record)
         self.flush(now)
 
     def flush(self, now: float) -> None:
         """Start saving as many unsaved pages as there are slots for, the oldest first."""
-        self._ops.run(self._table.take_ops())  # what is saved must lie where it is said to lie
-        for record in self._table.take_due():
-            self._to_save(record)
+        self._run_ops(now)  # what is saved must lie where it is said to lie
+        for record in self._l1.hear(TakeDue(), now) if self._table.has_due else ():
+            if self._is_through or record.leaves:
+                self._to_save(record)
+        if not self._is_through and self._table.can_save and self._table.is_margin_short:
+            for record in self._l1.hear(SetAside(), now):
+                self._to_save(record)
         pages: list[SavePage] = []
         for size, unsaved in self._unsaved.items():
             while unsaved and self._link.free_slots(size):
                 record, _ = unsaved.popitem(last=False)
                 if not self._table.is_cached(record) or record.save is not SaveState.DIRTY:
                     continue  # evicted meanwhile, or saved by a preemption
-                record.save = SaveState.SAVING
-                self._table.start_copy(record.frame)
+                self._l1.hear(StartSave(record.frame), now)
                 pages.append(self._save_page(record, record.frame, self._spec(record), record.made_from))
         pages += self._make_variants(now)
         self._put_saves(
@@ -271,8 +346,7 @@ class Pager:
     def on_copied(self, job: Job, now: float) -> None:
         """A copy job is over."""
         self._copies -= 1
-        for page in job.pages:
-            self._table.end_copy(page.frame)
+        self._l1.hear(EndCopies([page.frame for page in job.pages]), now)
         if isinstance(job, LoadJob):
             self._on_loaded(job, now)
         else:
@@ -290,7 +364,7 @@ class Pager:
                 return
             refs = [page.page for page in message.host] + message.loading
             self._leased[message.request_id] = set(refs)
-            seq.load.locate(message.pages, refs, message.missing)
+            self._l1.hear(Found(seq.number, message.pages, refs, message.missing), now)
             self._copy_up(seq, message.host, now)
             self._finish_if_complete(seq, now)
         elif isinstance(message, Loaded):
@@ -302,7 +376,7 @@ class Pager:
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
                 return
-            seq.load.cut(message.missing.page, message.missing)
+            self._l1.hear(Cut(seq.number, message.missing), now)
             self._finish_if_complete(seq, now)
 
     def _copy_up(self, seq: Sequence, found: list[HostPage], now: float) -> None:
@@ -315,12 +389,12 @@ class Pager:
             spec = self._specs.get(page.spec_digest)
             if spec is None or spec.format != page.variant:
                 why = f"it is stored as {page.variant}, in a shape that this worker doesn't have"
-                load.cut(page.page[1], Missing(page.page[1], "variant", why))
+                self._l1.hear(Cut(seq.number, Missing(page.page[1], "variant", why)), now)
                 continue
-            frame = self._scheduler.place(seq, page.page, spec.format, now)
+            frame = self._l1.hear(Place(seq.number, page.page, spec.format), now)
             if frame is not None:
                 placed.append((page, spec, frame))
-        self._ops.run(self._table.take_ops())  # what lay in these frames may have to be moved out first
+        self._run_ops(now)  # what lay in these frames may have to be moved out first
         pages = [
             LoadPage(
                 ref=page.page,
@@ -357,11 +431,12 @@ class Pager:
             why = job.bad.get(page.ref)
             if why is None:
                 nbytes += page.spec.nbytes
-                self._scheduler.arrive(seq, page.ref, TierName.SSD if page.from_ssd else TierName.HOST, now)
+                tier = TierName.SSD if page.from_ssd else TierName.HOST
+                self._l1.hear(Arrive(seq.number, page.ref, tier), now)
                 self._describe(page)
                 continue
             corrupt.append(page.ref)
-            load.cut(page.ref[1], Missing(page.ref[1], "corrupt", why))
+            self._l1.hear(Cut(seq.number, Missing(page.ref[1], "corrupt", why)), now)
             log.warning("load of %s: page %d is not taken: %s", job.lease, page.ref[1], why)
         self.counters.bytes_in += nbytes
         self._leased[job.lease].difference_update(done)
@@ -377,8 +452,7 @@ class Pager:
                 record.checksum = page.checksum
 
     def _give_up(self, seq: Sequence, reason: str, detail: str, now: float) -> None:
-        assert seq.load is not None
-        seq.load.give_up(reason, detail)
+        self._l1.hear(GiveUp(seq.number, reason, detail), now)
         self._finish_if_complete(seq, now)
 
     def _finish_if_complete(self, seq: Sequence, now: float) -> None:
@@ -390,11 +464,10 @@ class Pager:
         leased = self._leased.pop(load.lease, None)
         if leased is None or leased or seq.lease is not None:
             self._link.send(Release(load.lease))  # the pages held for it, and those it doesn't wait for
-        seq.lease = None
         request = seq.request
         if request.first_token_s is None:
             request.load_s += now - load.started_s
-        pages = self._scheduler.loaded(seq, now)
+        pages = self._l1.hear(LoadOver(seq.number), now)
         if load.missing is not None:
             request.missed(pages * self._table.page_tokens, load.missing.reason, load.missing.detail)
         if load.came:
@@ -439,10 +512,10 @@ class Pager:
             if not self._link.free_slots(spec.nbytes):
                 break
             sources.append(record.frame)
-            self._table.start_copy(record.frame)  # it stays what and where it is until it is converted
-            frame = self._table.borrow(record.group, spec.format, now)
+            self._l1.hear(StartCopy(record.frame), now)  # it stays what and where it is until it is converted
+            frame = self._l1.hear(Borrow(record.group, spec.format), now)
             if frame is None:
-                if not self._copies and not self._scheduler.active:
+                if not self._copies and not self._l1.scheduler.active:
                     self._unmade.clear()  # L1 is too small for one page more, and nothing will change that
                 break
             del self._unmade[record]
@@ -453,10 +526,11 @@ class Pager:
             convert.targets.append(frame)
             self._variants += 1
             pages.append(self._save_page(record, frame, spec, record.format.value))
-        self._ops.run([*self._table.take_ops(), *by_kind.values()])
+        self._run_ops(now)
+        self._ops.run([*by_kind.values()])
         self.made_variants += len(pages)
-        for source in sources:
-            self._table.end_copy(source)
+        if sources:
+            self._l1.hear(EndCopies(sources), now)
         return pages
 
     def _variant_of(self, record: PageRecord) -> PageSpec:
@@ -487,19 +561,19 @@ class Pager:
 
     def _save_tail(self, seq: Sequence, page: DemotedPage) -> SavePage:
         """The partial page that a preempted sequence ends with."""
-        page_tokens, group, tenancy = self._table.page_tokens, page.group, seq.request.tenancy
-        spec = self._groups[group].specs[page.format]
+        tenancy = seq.request.tenancy
+        spec = self._groups[page.group].specs[page.format]
         grant = self._link.take_slot(spec.nbytes)
         assert grant is not None, "the scheduler saves as many pages as there are slots"
         return SavePage(
             frame=page.frame,
             slot=self._link.slot(grant),
             grant=grant,
-            key=seq.tail_key(page.depth * page_tokens + page.tokens, page_tokens, group),
+            key=page.key,
             spec=spec,
             made_from="",
-            parent=seq.parent_key(page.depth, page_tokens, group),
-            root=tenancy.roots[group],
+            parent=page.parent,
+            root=tenancy.roots[page.group],
             tenant=tenancy.digest,
             depth=page.depth,
             tokens=page.tokens,
@@ -519,7 +593,7 @@ class Pager:
             is_written = is_current and job.error is None and not is_cleared
             (stored if is_written else unused).append(page)
             record = page.record
-            if record is None or not self._table.saved(record, is_written, now):
+            if record is None or not self._is_still_cached(record, is_written, now):
                 continue
             if not is_written and self._link.is_configured and not self._table.is_dead(record.tree):
                 self._queue(self._unsaved[record.nbytes], record)
@@ -528,12 +602,23 @@ class Pager:
         self.counters.bytes_out += sum(page.spec.nbytes for page in stored)
         hold_for = job.lease
         if seq is not None:
-            seq.copies = 0
-            if seq.state is SequenceState.FINISHED or unused:
-                hold_for = seq.lease = None
+            is_held = seq.state is not SequenceState.FINISHED and not unused
+            if not is_held:
+                hold_for = None
+            if seq.state is not SequenceState.FINISHED:
+                self._l1.hear(PreemptedSaved(seq.number, is_held), now)
         if stored:
             self._link.send(Stored([_stored_page(page) for page in stored], hold_for))
         self.flush(now)
+
+    def _is_still_cached(self, record: PageRecord, is_written: bool, now: float) -> bool:
+        """A save of the page is over; it may have stayed only for that, or have left meanwhile."""
+        return self._table.is_cached(record) and self._l1.hear(Saved(record.frame, is_written), now)
+
+    def _run_ops(self, now: float) -> None:
+        """Do to frames what is queued, before anything else touches them."""
+        if self._table.has_ops:
+            self._ops.run(self._l1.hear(TakeOps(), now))
 
     def _spec(self, record: PageRecord) -> PageSpec:
         return self._groups[record.group].specs[record.format]
@@ -550,12 +635,11 @@ class Pager:
         """A node came (back): it may be a new one, so it hears of all roots, and gets every cached page as slots come."""
         for fields in self._roots.fields():
             self._link.send(NewRoot(fields))
-        self._table.can_save = any(map(self._link.can_save, self._unsaved))
-        self._ops.run(self._table.take_ops())
+        self._l1.hear(NodeCame(any(map(self._link.can_save, self._unsaved))), now)
+        self._run_ops(now)
         for record, _ in self._table.cached():
-            if record.save is SaveState.CLEAN:
-                record.save = SaveState.DIRTY
-            self._to_save(record)
+            if self._is_through or record.leaves:
+                self._to_save(record)
         self.flush(now)
 
     def _lose(self, number: int, now: float) -> None:
@@ -564,12 +648,13 @@ class Pager:
         if not self._link.lose_connection(number):
             return
         log.warning("the cache node went away; going on with L1 alone")
-        self._table.can_save = False
+        self._l1.hear(NodeWent(), now)
         for seq in list(self._loads.values()):
             self._give_up(seq, "load_failed", "the cache node went away", now)
-        for seq in self._scheduler.waiting:
-            if seq.lease is not None and seq.lease not in self._holding:
-                seq.lease = None
+        waiting = self._l1.scheduler.waiting
+        void = [seq.number for seq in waiting if seq.lease is not None and seq.lease not in self._holding]
+        if void:
+            self._l1.hear(LeasesOver(void), now)
 
 
 def _chain(chain: LoadChain) -> Chain:

@@ -7,11 +7,12 @@ Which pages such a sequence holds, and in which format, is a function of the pos
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-from kvtier.tier.identity import content_digest, page_keys
 from kvtier.tier.messages import Missing, PageRef
 from kvtier.tier.page import PageFormat, PageKey, TierName
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, longest_hit
+from kvtier.tier.score import Use
 from kvtier.workers.formats import FORMAT_CODES
 from kvtier.workers.frames import Convert, CopyHead, PageRecord, SaveState
 from kvtier.workers.page_cache import PageCache
@@ -140,6 +141,11 @@ class PooledPages:
                     sealed.append(record)
         return sealed
 
+    def begin(self, seq: Sequence, now: float) -> None:
+        """The sequence is admitted: it begins to use the pages that it holds."""
+        for group in range(len(seq.groups)):
+            self._cache.pool.begin(self._records(seq, group), now)
+
     def slide(self, seq: Sequence, now: float) -> None:
         """Let the pages go that rows from its position on don't attend, nor those behind its last full page.
 
@@ -154,7 +160,12 @@ class PooledPages:
             first = need.window.first_page(full * page_tokens, page_tokens)
             prompt = (seq.request.prompt_tokens - 1) // page_tokens
             prompt_first = need.window.first_page(prompt * page_tokens, page_tokens)
-            for page in pages.held(pages.sink_pages, first):
+            left = list(pages.held(pages.sink_pages, first))
+            if left:
+                records = self._cache.records_in(pages.frames[left].tolist())
+                use = replace(seq.use_so_far(page_tokens), open=False)
+                self._cache.release_pooled(records, use, now, only_last=True)
+            for page in left:
                 frame = int(pages.frames[page])
                 record = self._cache.record(frame)
                 is_wanted = prompt_first <= page < prompt
@@ -164,8 +175,11 @@ class PooledPages:
                 self._cache.drop(frame, now)
             pages.first_page = max(pages.first_page, first)
 
-    def release(self, seq: Sequence, now: float) -> None:
+    def release(self, seq: Sequence, now: float, use: Use | None, *, only_last: bool) -> None:
         """Take all pages from a sequence, the deepest first; those whose saving was put off are due."""
+        if use is not None:
+            for group in range(len(seq.groups)):
+                self._cache.release_pooled(self._records(seq, group), use, now, only_last=only_last)
         held = [(page, int(pages.frames[page])) for pages in seq.groups for page in pages.held()]
         for pages in seq.groups:
             pages.empty()
@@ -258,11 +272,12 @@ class PooledPages:
         frame = load.parts[group, page, format]
         if not self._cache.is_dead(seq.tree):
             key = seq.page_key(page, self._page_tokens, group)
-            frame = self._share(self._new_record(seq, group, page, key, frame, format, SaveState.CLEAN), now)
+            record = self._new_record(seq, group, page, key, frame, format, SaveState.CLEAN)
+            frame = self._share(seq, record, now)
             load.parts[group, page, format] = frame
-            record = self._cache.record(frame)
-            if record is not None:
-                record.uses += 1  # it is wanted a second time
+            known = self._cache.record(frame)
+            if known is not None:
+                known.uses += 1  # it is wanted a second time
         recipe = seq.request.tenancy.needs[group].recipe
         position = min(load.wanted * self._page_tokens, load.last_position)
         wanted = recipe.format_at(page, position, self._page_tokens)
@@ -416,7 +431,7 @@ class PooledPages:
         if record is not None:
             made = self._new_record(seq, group, page, record.key, taken[0], format, SaveState.DIRTY)
             made.made_from = write.value
-            cache.cache_in_pool(made)
+            cache.cache_in_pool(made, seq.request.created_pages(self._page_tokens), now)
             self.converted.append(made)
         return taken[0]
 
@@ -457,21 +472,29 @@ class PooledPages:
         own = int(seq.groups[group].frames[page])
         key = seq.page_key(page, self._page_tokens, group)
         record = self._new_record(seq, group, page, key, own, write, SaveState.DIRTY)
-        frame = self._share(record, now)
+        frame = self._share(seq, record, now)
         seq.groups[group].frames[page] = frame
         return record if frame == own else None
 
-    def _share(self, record: PageRecord, now: float) -> int:
+    def _share(self, seq: Sequence, record: PageRecord, now: float) -> int:
         """Put a page into the pool; the frame to be used from now on: its own, or that of the copy that is there."""
         known = self._cache.pool.get(record.key, record.format)
         if known is None:
-            self._cache.cache_in_pool(record)
+            self._cache.cache_in_pool(record, seq.request.created_pages(self._page_tokens), now)
             return record.frame
         self._cache.hold(known)
         if not record.is_put_off:
             self._put_off_no_more(known)
         self._cache.drop(record.frame, now)
         return known.frame
+
+    def _records(self, seq: Sequence, group: int) -> list[PageRecord]:
+        """The cached pages that it holds in a group, head first."""
+        pages = seq.groups[group]
+        frames = pages.frames[list(pages.held())].tolist()
+        if seq.load is not None:
+            frames += [frame for (part, _, _), frame in seq.load.parts.items() if part == group]
+        return sorted(self._cache.records_in(frames), key=lambda record: record.depth)
 
     def _new_record(
         self,
@@ -495,7 +518,7 @@ class PooledPages:
             root=tenancy.roots[group],
             tree=seq.tree,
             tenant=tenancy.digest,
-            content=b"" if page else content_digest(tenancy.salt, seq.tokens[: seq.length]),
+            content=b"" if page else seq.content(),
             depth=page,
             save=save,
             is_pooled=True,
@@ -517,6 +540,5 @@ class PooledPages:
         tenancy = seq.request.tenancy
         if not tenancy.other_roots:
             return []
-        root = tenancy.other_roots[group]
-        keys = page_keys(root, tenancy.salt, seq.tokens[:tokens], self._page_tokens, include_partial=True)
+        keys = seq.keys_under(tenancy.other_roots[group], tokens, self._page_tokens)
         return keys[len(keys) - pages :]

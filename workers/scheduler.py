@@ -7,6 +7,9 @@ held there for it, and it queues up again at its place by arrival.
 Why this can't live-lock: the oldest running sequence is never a victim, so it goes on to its end; a request that
 couldn't fit alone was never accepted; and while the head of the queue waits for room, nobody behind it gets any. Where
 pages have several sizes, what is free of one comes to another by moving pages together, some in each step.
+
+Why nobody starves: the queue is by arrival, so who was preempted comes before all who arrived later. One that was
+preempted SPARED_AFTER times is a victim only where all others that may be are such too, and none of them is younger.
 """
 
 from __future__ import annotations
@@ -19,23 +22,18 @@ from dataclasses import dataclass, field
 from kvtier.tier.messages import PageRef
 from kvtier.tier.page import PageFormat, PageKey, TierName
 from kvtier.tier.recipe import ChainNeeds
+from kvtier.tier.score import Kind, ScoreWeights, Use
+from kvtier.workers.api import FinishReason
+from kvtier.workers.expected import Expected
 from kvtier.workers.frames import Op, PageRecord, SaveState
 from kvtier.workers.page_table import PageTable
 from kvtier.workers.sequence import Load, Sequence, SequenceState
 
-
-@dataclass(frozen=True, slots=True)
-class ScoreWeights:
-    """Of a running sequence's score; the lowest is preempted first. Each term is in [0, 1] over the candidates.
-
-    recency: more keeps those that made progress last, so a stalled one goes. memory: more (negative) lets those with
-    many pages go, which frees most at once. remaining: more (negative) lets those with most tokens to go; a nearly
-    finished one stays.
-    """
-
-    recency: float = 0.2
-    memory: float = -0.2
-    remaining: float = -0.6
+# Of a running sequence's score, of which the lowest is preempted. recency: more keeps those that made progress last, so
+# a stalled one goes. memory: more (negative) lets those with many pages go, which frees most at once. remaining: more
+# (negative) lets those go that expect most tokens yet; a nearly finished one stays.
+PREEMPTION = ScoreWeights(recency=0.2, memory=-0.2, remaining=-0.6)
+SPARED_AFTER = 2  # preemptions: from then on a sequence gives way to no younger one
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class Row:
 class DemotedPage:
     """Page `depth` of a preempted sequence, to be copied to L3 with its first `tokens` tokens; has a copy started.
 
-    `record` is None for the page that isn't full.
+    `record` is None for the page that isn't full. `parent` is the key of the page before, or the group's root.
     """
 
     group: int
@@ -60,6 +58,8 @@ class DemotedPage:
     frame: int
     tokens: int
     format: PageFormat
+    key: PageKey
+    parent: bytes
     record: PageRecord | None
 
 
@@ -98,7 +98,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         load_deadline_s: float,
-        weights: ScoreWeights | None = None,
+        weights: ScoreWeights = PREEMPTION,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise ValueError(
@@ -108,7 +108,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.load_deadline_s = load_deadline_s
-        self.weights = weights or ScoreWeights()
+        self.weights = weights
+        self.expected = Expected()
         self.waiting: list[Sequence] = []  # WAITING and PREEMPTED, oldest first
         self.active: list[Sequence] = []  # LOADING and RUNNING, oldest first
         self.claims: dict[PageKey, Sequence] = {}
@@ -237,12 +238,23 @@ class Scheduler:
         self.add(child)
         return []
 
-    def finish(self, seq: Sequence, now: float) -> None:
-        """Take a sequence out, in whatever state it is; its pages go back. A load's lease is the caller's to end."""
+    def finish(self, seq: Sequence, now: float, reason: FinishReason, kind: Kind | None = None) -> None:
+        """Take a sequence out, in whatever state it is; its pages go back. A load's lease is the caller's to end.
+
+        What its request leaves behind tells the cache when to expect the next use. `kind` is seq.kind(reason) for one
+        who knows it.
+        """
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.expected.learn(seq.request.spec, seq.completion_tokens)
         if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
             self.waiting.remove(seq)
         else:
-            self._leave(seq, now)
+            use = seq.use(seq.kind(reason) if kind is None else kind, self.table.page_tokens)
+            is_over = seq.is_last and seq.request.spec.use_cache
+            keys = seq.used_keys(use.pages, self.table.page_tokens) if is_over else []
+            self._leave(seq, now, use)
+            if keys:
+                self.table.policy.observe(keys, use, now)
         seq.enter(SequenceState.FINISHED)
 
     @property
@@ -341,6 +353,7 @@ class Scheduler:
         request = seq.request
         self.waiting.remove(seq)
         insort(self.active, seq, key=_age)
+        self.table.begin(seq, now)
         if request.admitted_s is None:
             request.admitted_s = now
             self.table.touch(seq)
@@ -394,23 +407,28 @@ class Scheduler:
 
     def _victim(self, now: float) -> Sequence | None:
         """The running sequence with the lowest score, never the oldest; of equal ones the youngest."""
-        candidates = [seq for seq in self.active if seq.state is SequenceState.RUNNING][1:]
+        running = [seq for seq in self.active if seq.state is SequenceState.RUNNING][1:]
+        candidates = [seq for seq in running if seq.preemptions < SPARED_AFTER]
         if not candidates:
-            return None
+            return running[-1] if running else None
+        left = {seq: self._expected(seq) for seq in candidates}
         idle = max(now - seq.last_token_s for seq in candidates) or 1.0
         pages = max(seq.num_held for seq in candidates) or 1
-        remaining = max(seq.remaining_tokens for seq in candidates) or 1
+        most = max(left.values()) or 1.0
         w = self.weights
 
         def score(seq: Sequence) -> tuple[float, int]:
             terms = (
                 w.recency * (1.0 - (now - seq.last_token_s) / idle)
                 + w.memory * seq.num_held / pages
-                + w.remaining * seq.remaining_tokens / remaining
+                + w.remaining * left[seq] / most
             )
             return terms, -seq.number
 
         return min(candidates, key=score)
+
+    def _expected(self, seq: Sequence) -> float:
+        return self.expected.remaining(seq.request.spec, seq.completion_tokens, seq.remaining_tokens)
 
     def _preempt(self, victim: Sequence, step: Step, slots: _Slots, now: float) -> None:
         pages = self._pages_to_save(victim, slots)
@@ -423,11 +441,12 @@ class Scheduler:
         else:
             victim.saved = full if victim.request.spec.use_cache else 0
         step.rows = [row for row in step.rows if row.seq is not victim]
-        self._leave(victim, now)
+        self._leave(victim, now, victim.use_so_far(self.table.page_tokens))
         victim.enter(SequenceState.PREEMPTED)
         victim.blocked_on = None
         self.add(victim)
         self.preemptions += 1
+        victim.preemptions += 1
         victim.request.preemptions += 1
         if pages:
             victim.lease = self.new_lease(victim)
@@ -456,15 +475,17 @@ class Scheduler:
                 return pages
             if record is not None:
                 record.save = SaveState.SAVING
-            pages.append(
-                DemotedPage(group, depth, frame, page_tokens if depth < full else tail, format, record)
-            )
+                key, parent, tokens = record.key, record.parent, page_tokens
+            else:
+                key = victim.tail_key(victim.computed, page_tokens, group)
+                parent, tokens = victim.parent_key(depth, page_tokens, group), tail
+            pages.append(DemotedPage(group, depth, frame, tokens, format, key, parent, record))
         return pages
 
-    def _leave(self, seq: Sequence, now: float) -> None:
+    def _leave(self, seq: Sequence, now: float, use: Use) -> None:
         self.active.remove(seq)
         self._drop_claims(seq, len(seq.groups[0].keys))
-        self.table.release(seq, now)
+        self.table.release(seq, now, use, only_last=not seq.is_last)
 
     # Claims
 

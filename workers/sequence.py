@@ -8,7 +8,7 @@ a preemption differ only in how many tokens that is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.identity import TokenIds, page_keys
+from kvtier.tier.identity import TokenIds
 from kvtier.tier.messages import Missing, PageRef
 from kvtier.tier.page import PageFormat, PageKey, RootKey, TierName
 from kvtier.tier.prefix import Path
 from kvtier.tier.recipe import ChainNeeds
+from kvtier.tier.score import Kind, Use
 from kvtier.workers.api import EngineRequest, FinishReason, PageNote, Timings, Usage
+from kvtier.workers.key_maker import KeyMaker
 
 Frames = npt.NDArray[np.int32]  # [pages]
 Formats = npt.NDArray[np.uint8]  # [pages], codes of kernels' Format
@@ -90,6 +92,15 @@ class Tenancy:
         return self.needs[group].recipe.decayed or self.lossy_format
 
 
+class Stretch(NamedTuple):
+    """Pages [start, end) of a chain left L1 at `evicted_s`; `text` is what the policy thought of them."""
+
+    start: int
+    end: int
+    evicted_s: float
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Prompt tokens [start, end) that came from a tier."""
@@ -109,6 +120,7 @@ class Request:
     __slots__ = (
         "accounted",
         "admitted_s",
+        "evicted",
         "first_token_s",
         "hits",
         "load_s",
@@ -123,12 +135,19 @@ class Request:
         "submitted_s",
         "submitted_wall_s",
         "tenancy",
+        "turn",
         "unfinished",
         "usage",
     )
 
     def __init__(
-        self, spec: EngineRequest, number: int, tenancy: Tenancy, now: float, wall_now: float
+        self,
+        spec: EngineRequest,
+        number: int,
+        tenancy: Tenancy,
+        now: float,
+        wall_now: float,
+        turn: int = 0,
     ) -> None:
         self.spec = spec
         self.number = number
@@ -148,6 +167,8 @@ class Request:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.load_s = 0.0
+        self.turn = turn  # of its session, from 1; 0: not told
+        self.evicted: list[Stretch] = []  # of its prompt's pages, those that had been in L1 before
 
     def looked(self, tier: TierName, tokens: int) -> None:
         """Count a lookup of `tokens` prompt tokens in a tier, once per request and tier."""
@@ -169,6 +190,14 @@ class Request:
         """Remember, for `explain`, why the tokens from `start` on weren't found."""
         if len(self.misses) < 16:  # one per admission; a request preempted more often than that says no more
             self.misses.append((start, reason, detail))
+
+    def new_pages(self, pages: int, page_tokens: int) -> int:
+        """How many of a chain's first pages weren't found in any tier."""
+        return max(0, pages - sum(hit.end - hit.start for hit in self.hits) // page_tokens)
+
+    def created_pages(self, page_tokens: int) -> int:
+        """New pages that its prompt brings, at least one."""
+        return max(1, self.new_pages(self.prompt_tokens // page_tokens, page_tokens))
 
     def cached_tokens(self) -> dict[TierName, int]:
         """Prompt tokens found, by tier."""
@@ -417,6 +446,7 @@ class Sequence:
         "head_tokens",
         "index",
         "is_plain",
+        "key_maker",
         "last_token_s",
         "lease",
         "length",
@@ -425,6 +455,7 @@ class Sequence:
         "num_cached",
         "number",
         "path",
+        "preemptions",
         "request",
         "saved",
         "state",
@@ -441,11 +472,13 @@ class Sequence:
         page_tokens: int,
         eos_ids: tuple[int, ...],
         max_context: int,
+        key_maker: KeyMaker | None = None,
     ) -> None:
         sampling = request.spec.sampling
         tenancy = request.tenancy
         self.max_length = min(request.prompt_tokens + sampling.max_tokens, max_context)
         self.request = request
+        self.key_maker = key_maker or KeyMaker()
         self.index = index
         self.number = request.number + index  # order of arrival: lower is older
         self.state = SequenceState.WAITING
@@ -475,7 +508,14 @@ class Sequence:
         self.saved = 0  # tokens whose pages a preemption saw to, the partial tail included
         self.lease: str | None = None  # holds pages in L3 over a preemption
         self.copies = 0  # of its pages to L3 in flight
+        self.preemptions = 0
         self.last_token_s = request.submitted_s
+
+    @property
+    def is_last(self) -> bool:
+        """All its siblings are over."""
+        others = (seq for seq in self.request.sequences if seq is not self)
+        return all(seq.state is SequenceState.FINISHED for seq in others)
 
     @property
     def pending(self) -> int:
@@ -491,6 +531,38 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens it may still sample."""
         return self.max_length - self.length
+
+    def kind(self, reason: FinishReason) -> Kind:
+        """What kind of end it comes to, over for this reason: its last tokens tell."""
+        if reason is not FinishReason.STOP:
+            return Kind.OTHER
+        return Kind.TOOL if self._has_called_a_tool() else Kind.TURN
+
+    def use(self, kind: Kind, page_tokens: int) -> Use:
+        """What it leaves behind, over with this kind of end."""
+        spec = self.request.spec
+        pages, load = self.computed // page_tokens, self.load
+        if load is not None:
+            pages = load.pages - bool(load.tail_tokens)
+        return Use(
+            pages=pages,
+            new_pages=self.request.new_pages(pages, page_tokens),
+            output_tokens=self.completion_tokens,
+            kind=kind,
+            turn=self.request.turn,
+            session=spec.session,
+            closed=spec.session_closed,
+            open=spec.session_open,
+        )
+
+    def _has_called_a_tool(self) -> bool:
+        """Its last tokens end a call: then at most the end of all calls, a newline, and the end of the answer follow."""
+        begin = max(self.request.prompt_tokens, self.length - 4)
+        return not set(self.request.spec.tool_stop_ids).isdisjoint(self.tokens[begin : self.length].tolist())
+
+    def use_so_far(self, page_tokens: int) -> Use:
+        """What it leaves behind where it is preempted: it comes back, and of no kind of end."""
+        return replace(self.use(Kind.UNKNOWN, page_tokens), closed=False, open=True)
 
     @property
     def num_pages(self) -> int:
@@ -528,6 +600,13 @@ class Sequence:
         """Keys of a group's first `pages` full pages; each is hashed once, as the sequence grows."""
         return self._keys(pages, page_tokens, group)[:pages]
 
+    def used_keys(self, pages: int, page_tokens: int) -> list[PageKey]:
+        """Keys of the first group's first `pages` full pages; of a stream's, which are without end, those it holds."""
+        keys = self.page_keys(pages, page_tokens)
+        if not self.request.tenancy.is_stream:
+            return keys
+        return [keys[page] for page in self.groups[0].held(0, pages)]
+
     def page_key(self, page: int, page_tokens: int, group: int = 0) -> PageKey:
         """Key of a group's full page."""
         return self._keys(page + 1, page_tokens, group)[page]
@@ -542,8 +621,18 @@ class Sequence:
         parent = PageKey(self.parent_key(full, page_tokens, group))
         tail = self.tokens[full * page_tokens : tokens]
         assert 0 < len(tail) < page_tokens
-        (key,) = page_keys(parent, self.request.tenancy.salt, tail, page_tokens, include_partial=True)
+        salt = self.request.tenancy.salt
+        (key,) = self.key_maker.keys(parent, salt, tail, page_tokens, include_partial=True)
         return key
+
+    def keys_under(self, root: RootKey, tokens: int, page_tokens: int) -> list[PageKey]:
+        """Keys that its first so many tokens have under another root, a partial page's too."""
+        salt = self.request.tenancy.salt
+        return self.key_maker.keys(root, salt, self.tokens[:tokens], page_tokens, include_partial=True)
+
+    def content(self) -> bytes:
+        """What its tokens are recognised by whatever their identity."""
+        return self.key_maker.content(self.request.tenancy.salt, self.tokens[: self.length])
 
     def _keys(self, pages: int, page_tokens: int, group: int) -> list[PageKey]:
         keys = self.groups[group].keys
@@ -551,5 +640,5 @@ class Sequence:
         if pages > known:
             parent = keys[-1] if keys else self.groups[group].root
             tokens = self.tokens[known * page_tokens : pages * page_tokens]
-            keys += page_keys(parent, self.request.tenancy.salt, tokens, page_tokens)
+            keys += self.key_maker.keys(parent, self.request.tenancy.salt, tokens, page_tokens)
         return keys

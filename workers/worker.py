@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from kvtier.tier.base import PageInfo
 from kvtier.tier.hbm import Arena
+from kvtier.tier.identity import tenant_digest
 from kvtier.tier.messages import Hello, NewRoot
 from kvtier.tier.page import TierName
+from kvtier.tier.policies import make_policy
+from kvtier.tier.recorder import DEFAULT_BYTES, Recorder, RecordingStatus
+from kvtier.tier.recording import RecordingError
+from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.accounts import Accounts
 from kvtier.workers.api import (
@@ -37,8 +45,21 @@ from kvtier.workers.api import (
 )
 from kvtier.workers.arena_ops import ArenaOps
 from kvtier.workers.copier import Copier, Job
+from kvtier.workers.costs import PrefillCosts
 from kvtier.workers.frames import PageRecord
 from kvtier.workers.inbox import Inbox
+from kvtier.workers.l1 import L1
+from kvtier.workers.l1_events import (
+    Add,
+    Computed,
+    Finish,
+    Fork,
+    Measured,
+    Retenant,
+    Sampled,
+    Schedule,
+    Siblings,
+)
 from kvtier.workers.level1 import Level1, Outcomes
 from kvtier.workers.node_link import (
     Connected,
@@ -50,18 +71,22 @@ from kvtier.workers.node_link import (
 )
 from kvtier.workers.page_table import PageTable
 from kvtier.workers.pager import Pager
+from kvtier.workers.recorded_l1 import about, hiding_machine
 from kvtier.workers.roots import Kind, Roots
 from kvtier.workers.runner import GroupPages, ModelRunner, SequenceRows, StepBatch
 from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
-from kvtier.workers.scheduler import Row, Scheduler
+from kvtier.workers.scheduler import PREEMPTION, Row, Scheduler
 from kvtier.workers.sequence import Request, Sequence, SequenceState
+from kvtier.workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ADMIN_TIMEOUT_S = 60.0  # a step of a large prefill takes seconds, not minutes
+MARGIN_SHARE = (
+    4  # of L1, at most, is saved ahead of need where pages are saved when they leave: two steps' prefill
+)
 ADMIN_CALLS = 256  # waiting at once, cancellations included
-SPEED_WEIGHT = 0.3  # of the latest prefill in the average; anything from 0.1 to 0.5 behaves alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +99,7 @@ class _Submitted:
 @dataclass(frozen=True, slots=True)
 class _Cancelled:
     request_id: str
+    is_stopped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +146,15 @@ class DecodeWorker:
         load_deadline_ms: float = 2000.0,
         copy_threads: int = 2,
         tokenizer_digest: str = "",
+        policy: PolicySettings | None = None,
+        write: Literal["through", "demote"] = "through",
+        shares: Mapping[str, float] = MappingProxyType({}),
+        preemption: ScoreWeights = PREEMPTION,
     ) -> None:
+        """`policy` chooses what leaves L1, by default rvi; `shares` are the most of it that a tenant's pages may take, by
+        its name; `preemption` has the weights of a running sequence's score. `write`: full pages are copied down at
+        once, or, with "demote", when they must leave.
+        """
         units, unit_bytes = runner.arena.shape
         specs = [spec for group in runner.groups for spec in group.specs.values()]
         self.worker_id = worker_id
@@ -128,7 +162,6 @@ class DecodeWorker:
         self._runner = runner
         self._page_tokens = runner.page_tokens
         self._sink = sink
-        self._always_load = always_load
         self._max_waiting = max_waiting
         self._tokenizer_digest = tokenizer_digest
         self._inbox: Inbox[_Event] = Inbox(max_waiting + ADMIN_CALLS)
@@ -137,13 +170,24 @@ class DecodeWorker:
             unit_bytes,
             runner.page_tokens,
             tuple({format: spec.nbytes for format, spec in group.specs.items()} for group in runner.groups),
+            make_policy(
+                policy or PolicySettings(),
+                max(1, runner.arena.nbytes // max(spec.nbytes for spec in specs)),
+            ),
+            {tenant_digest(name): share for name, share in shares.items()},
         )
         self._scheduler = Scheduler(
             self._table,
             max_batch_tokens=max_batch_tokens,
             max_sequences=min(max_sequences, max_batch_tokens),
             load_deadline_s=load_deadline_ms / 1e3,
+            weights=preemption,
         )
+        self._l1 = L1(self._table, self._scheduler, tuple(runner.eos_ids))
+        stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
+        if write == "demote":
+            largest = max(spec.nbytes for spec in specs)
+            self._table.margin_bytes = max(1, min(stock * largest, runner.arena.nbytes // MARGIN_SHARE))
         hello = Hello(
             worker_id=worker_id,
             incarnation=uuid.uuid4().hex,
@@ -151,7 +195,6 @@ class DecodeWorker:
             raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
             root_fields=runner.root_fields(),
         )
-        stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
         on_gpu = runner.arena.device.type == "cuda"
         self._link = NodeLink(socket_path, hello, stock, self._inbox.put, pin_slab=on_gpu)
         self._roots = Roots(runner, tenants, lambda fields: self._link.send(NewRoot(fields)))
@@ -159,8 +202,7 @@ class DecodeWorker:
         self._ops = ArenaOps(arena, runner)
         self._copier = Copier(arena, copy_threads, lambda job: self._inbox.put(_Copied(job)))
         self._pager = Pager(
-            table=self._table,
-            scheduler=self._scheduler,
+            l1=self._l1,
             link=self._link,
             copier=self._copier,
             ops=self._ops,
@@ -168,13 +210,16 @@ class DecodeWorker:
             groups=runner.groups,
             l4_format=runner.l4_format,
             memory=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
+            always_load=always_load,
         )
+        self._recorder: Recorder | None = None  # of the latest recording, over or not
+        self._incarnation = hello.incarnation
         self._requests: dict[str, Request] = {}
         self._accounts = Accounts(self._table, worker_id)
         self._level1 = Level1(
             worker_id=worker_id,
             roots=self._roots,
-            table=self._table,
+            l1=self._l1,
             pager=self._pager,
             groups=runner.groups,
             raw_format=runner.raw_format,
@@ -182,7 +227,8 @@ class DecodeWorker:
         )
         self._outputs: list[Output] = []
         self._next_number = 0
-        self._seconds_per_token: float | None = None  # of prefill
+        self._costs = PrefillCosts(runner.page_tokens)
+        self._turns = Turns()
         self._stop_at_s: float | None = None
         self._error: str | None = None
         self._is_over = False
@@ -212,9 +258,12 @@ class DecodeWorker:
                 f"worker {self.worker_id} is {self._inbox.capacity} calls behind: try again later"
             )
 
-    def cancel(self, request_id: str) -> None:
-        """End a request, if it isn't over. Its pages are free within a step, or when a copy in flight ends."""
-        self._inbox.put(_Cancelled(request_id))
+    def cancel(self, request_id: str, *, is_stopped: bool = False) -> None:
+        """End a request, if it isn't over. Its pages are free within a step, or when a copy in flight ends.
+
+        `is_stopped`: its client has the whole answer, which a stop string ended. The cache learns from it as such.
+        """
+        self._inbox.put(_Cancelled(request_id, is_stopped))
 
     def info(self) -> WorkerInfo:
         """What this worker serves."""
@@ -283,6 +332,28 @@ class DecodeWorker:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
         return self._call(lambda: self._level1.verify(keys))
 
+    def record(self, path: str | Path, max_bytes: int = DEFAULT_BYTES) -> RecordingStatus:
+        """Write all that L1 hears from now on into a new file, of at most `max_bytes`.
+
+        Raises RecordingError. See Recorder for how it ends.
+        """
+        machine = hiding_machine(secrets.token_bytes(32))
+        recorder = Recorder(machine, self.worker_id, Path(path), max_bytes, log.warning)
+        try:
+            self._call(lambda: self._begin_recording(recorder))
+        except BaseException:
+            recorder.discard("it did not begin")
+            raise
+        return recorder.status()
+
+    def stop_recording(self) -> RecordingStatus | None:
+        """End the recording; how the latest one went, None when there was none."""
+        recorder = self._call(self._end_recording)
+        if recorder is None:
+            return None
+        recorder.close("it was stopped")
+        return recorder.status()
+
     def idle(self) -> bool:
         """No request, no copy, nothing left to save."""
         return self._call(self._is_idle)
@@ -334,7 +405,7 @@ class DecodeWorker:
             case _Submitted():
                 self._accept(event)
             case _Cancelled():
-                self._cancel(event.request_id)
+                self._cancel(event)
             case _Copied():
                 self._pager.on_copied(event.job, time.monotonic())
             case _Call():
@@ -352,7 +423,7 @@ class DecodeWorker:
             self._waiting = 0
             return False
         now = time.monotonic()
-        step = scheduler.schedule(now, can_load=self._link.is_up, free_slots=self._link.stock())
+        step = self._l1.hear(Schedule(self._link.is_up, self._link.stock()), now)
         self._waiting = len(scheduler.waiting)
         # Before anything else may read or write the frames that these name.
         self._ops.run(step.ops)
@@ -377,10 +448,8 @@ class DecodeWorker:
         batch = self._batch(rows)
         logits = self._runner.forward(batch)
         now = time.monotonic()
-        self._measure(rows, len(batch.token_ids), time.perf_counter() - started)
-        to_save = converted
-        for row in rows:
-            to_save += self._scheduler.advance(row, now)
+        self._measure(rows, len(batch.token_ids), time.perf_counter() - started, now)
+        to_save = converted + self._l1.hear(Computed(), now)
         self._sample([row.seq for row in rows if row.samples], logits, now)
         if to_save:
             self._send_outputs()  # saving can wait for a moment, clients shouldn't
@@ -411,14 +480,11 @@ class DecodeWorker:
                 logit_rows.append(at - 1)
         return StepBatch(token_ids[:at], positions[:at], sequences, np.array(logit_rows, np.int32))
 
-    def _measure(self, rows: list[Row], tokens: int, seconds: float) -> None:
+    def _measure(self, rows: list[Row], tokens: int, seconds: float, now: float) -> None:
         if tokens - len(rows) < self._page_tokens:
             return  # decode: its rows cost more each
-        latest = seconds / tokens
-        average = self._seconds_per_token
-        self._seconds_per_token = latest if average is None else average + SPEED_WEIGHT * (latest - average)
-        if not self._always_load:
-            self._pager.recompute_s = self._seconds_per_token * self._page_tokens
+        self._costs.measure([(_attended(row), row.length) for row in rows], seconds)
+        self._l1.hear(Measured(self._costs.costs), now)
 
     # Sampling and outputs
 
@@ -428,7 +494,7 @@ class DecodeWorker:
         assert len(logits) == len(seqs)
         picks = list(range(len(seqs)))
         for i, seq in enumerate(seqs[:]):
-            siblings = self._siblings(seq)
+            siblings = self._siblings(seq, now)
             seqs += siblings
             picks += [i] * len(siblings)
         if len(picks) > len(logits):
@@ -436,19 +502,28 @@ class DecodeWorker:
         tokens, logprobs = self._draw(seqs, logits)
         for seq in seqs:
             if seq.state is SequenceState.WAITING:
-                parent = seq.request.sequences[0]
-                self._ops.run(self._scheduler.fork(parent, seq, now))
+                self._ops.run(self._l1.hear(Fork(seq.number), now))
+        firsts = self._append(seqs, tokens, now)
         for i, seq in enumerate(seqs):
-            self._take(seq, tokens[i], logprobs[i] if logprobs else None, now)
+            self._take(seq, tokens[i], logprobs[i] if logprobs else None, now, is_first=seq.number in firsts)
 
-    def _siblings(self, seq: Sequence) -> list[Sequence]:
+    def _append(self, seqs: list[Sequence], tokens: list[int | None], now: float) -> list[int]:
+        """Give each sequence its token, but for those that a sibling before them takes along: it has none.
+
+        The numbers of those whose token is their request's first.
+        """
+        sampled = [token for token in tokens if token is not None]
+        if len(sampled) < len(seqs):
+            seqs, sampled = _before_their_ends(seqs, tokens)
+        return self._l1.hear(Sampled([seq.number for seq in seqs], sampled), now)
+
+    def _siblings(self, seq: Sequence, now: float) -> list[Sequence]:
         """The other sequences of a request whose prompt has just been computed; made now."""
         request = seq.request
         if request.usage is not None or request.spec.sampling.n == 1:
             return []
-        made = [self._new_sequence(request, index) for index in range(1, request.spec.sampling.n)]
-        request.sequences += made
-        return made
+        last = seq.number + request.spec.sampling.n - 1
+        return self._l1.hear(Siblings(seq.number, last, self._longest(request.spec)), now)
 
     def _draw(
         self, seqs: list[Sequence], logits: torch.Tensor
@@ -475,18 +550,18 @@ class DecodeWorker:
             sampled = sample(logits, rows)
         return sampled.tokens, sampled.logprobs
 
-    def _take(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, now: float) -> None:
-        """One sequence's new token: tell the client, and end the sequence where it ends."""
+    def _take(
+        self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, now: float, *, is_first: bool
+    ) -> None:
+        """One sequence's new token, which it has: tell the client, and end the sequence where it ends."""
         request = seq.request
         if seq.state is SequenceState.FINISHED:
             return  # a sibling's bad logits ended the whole request
         if token is None:
             self._end_request(request, FinishReason.ERROR, now, "the model's output was not a number")
             return
-        first = request.usage is None
-        if first:
+        if is_first:
             self._accounts.count(request, now)
-        seq.append(token, now)
         reason = seq.ends_with(token)
         last = reason is not None
         self._outputs.append(
@@ -496,12 +571,12 @@ class DecodeWorker:
                 token_ids=(token,),
                 logprobs=(logprobs,) if logprobs is not None else (),
                 finish_reason=reason,
-                usage=request.usage_of(seq.completion_tokens) if first or last else None,
+                usage=request.usage_of(seq.completion_tokens) if is_first or last else None,
                 timings=request.timings(now) if last else None,
             )
         )
-        if last:
-            self._retire(seq, now)
+        if reason is not None:
+            self._retire(seq, reason, now)
 
     def _send_outputs(self) -> None:
         if self._outputs:
@@ -541,16 +616,15 @@ class DecodeWorker:
                 )
             return
         tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
-        request = Request(spec, self._next_number, tenancy, event.submitted_s, event.wall_s)
+        turn = self._turns.count(spec.session, spec.turn, closed=spec.session_closed)
+        added = Add(
+            self._next_number, spec, tenancy, event.submitted_s, event.wall_s, turn, self._longest(spec)
+        )
         self._next_number += spec.sampling.n
-        seq = self._new_sequence(request, 0)
-        request.sequences.append(seq)
-        self._requests[spec.request_id] = request
-        self._scheduler.add(seq)
+        self._requests[spec.request_id] = self._l1.hear(added, time.monotonic())
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        longest = self._roots.longest(self._kind(request.spec))
-        return Sequence(request, index, self._page_tokens, self._runner.eos_ids, longest)
+    def _longest(self, spec: EngineRequest) -> int:
+        return self._roots.longest(self._kind(spec))
 
     def _kind(self, spec: EngineRequest) -> Kind:
         return self._roots.kind_of(spec.window, spec.sinks, spec.lossy)
@@ -569,10 +643,11 @@ class DecodeWorker:
                 too_long = middle
         return fits
 
-    def _cancel(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
+    def _cancel(self, event: _Cancelled) -> None:
+        request = self._requests.get(event.request_id)
         if request is not None:
-            self._end_request(request, FinishReason.CANCELLED, time.monotonic())
+            reason = FinishReason.STOP if event.is_stopped else FinishReason.CANCELLED
+            self._end_request(request, reason, time.monotonic())
 
     def _end_request(
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
@@ -597,14 +672,16 @@ class DecodeWorker:
             )
         for seq in request.sequences:
             if seq.index not in over:
-                self._retire(seq, now)
+                self._retire(seq, reason, now)
         if request.spec.request_id in self._requests:
             self._close_request(request)
 
-    def _retire(self, seq: Sequence, now: float) -> None:
+    def _retire(self, seq: Sequence, reason: FinishReason, now: float) -> None:
         """A sequence is over: its pages go back; cached ones stay cached."""
+        kind = seq.kind(reason)
+        self._pager.finished(seq, kind, now)
         self._pager.forget(seq)
-        self._scheduler.finish(seq, now)
+        self._l1.hear(Finish(seq.number, reason, kind), now)
         request = seq.request
         request.unfinished -= 1
         if not request.unfinished:
@@ -620,6 +697,7 @@ class DecodeWorker:
             for request in list(self._requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, time.monotonic())
             self._send_outputs()
+            self._pager.save_all(time.monotonic())
 
     def _fail_all(self) -> None:
         """The loop can't go on: nobody may wait for it."""
@@ -642,6 +720,8 @@ class DecodeWorker:
         self._is_over = True
         self._copier.close()
         self._link.close()
+        if self._recorder is not None:
+            self._recorder.close("the worker stopped" if self._error is None else "the worker failed")
         for event in self._inbox.take(0):
             match event:
                 case _Call():
@@ -678,6 +758,22 @@ class DecodeWorker:
             )
         return result.result(timeout=ADMIN_TIMEOUT_S)
 
+    def _begin_recording(self, recorder: Recorder) -> None:
+        running = self._recorder
+        if running is not None and not running.is_over:
+            raise RecordingError(
+                f"worker {self.worker_id} records into {running.path} already: stop that first"
+            )
+        recorder.begin(self._l1, self._incarnation, about(self._l1))
+        self._l1.tap(recorder)
+        self._recorder = recorder
+
+    def _end_recording(self) -> Recorder | None:
+        if self._recorder is not None:
+            self._recorder.end("it was stopped", self._l1.counters())
+            self._l1.tap(None)
+        return self._recorder
+
     def _snapshot(self) -> Snapshot:
         level1 = self._level1.counters()
         level1.add(self._accounts.tiers[TierName.HBM])
@@ -693,8 +789,11 @@ class DecodeWorker:
     def _clear(self, tenant: str | None) -> Outcomes:
         requests = self._requests.values()
         outcomes = self._level1.clear(tenant, [request.tenancy for request in requests])
+        now = time.monotonic()
         for request in requests:
-            request.tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
+            number = next(seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED)
+            tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
+            self._l1.hear(Retenant(number, tenancy), now)
         return outcomes
 
     def _is_idle(self) -> bool:
@@ -710,6 +809,26 @@ class DecodeWorker:
         if self._is_idle():
             assert not self._table.copies_in_flight and not self._table.limbo, "copies of an idle worker"
             assert not self._scheduler.claims, "claims of an idle worker"
+
+
+def _attended(row: Row) -> int:
+    """Tokens before the row's first one that it attends."""
+    tenancy = row.seq.request.tenancy
+    return min(row.start, tenancy.needs[0].window.tokens) if tenancy.is_stream else row.start
+
+
+def _before_their_ends(seqs: list[Sequence], tokens: list[int | None]) -> tuple[list[Sequence], list[int]]:
+    """Those that have a token, with it, but for those behind a sibling that has none."""
+    ended: set[Request] = set()
+    left: list[Sequence] = []
+    sampled: list[int] = []
+    for seq, token in zip(seqs, tokens, strict=True):
+        if token is None:
+            ended.add(seq.request)
+        elif seq.request not in ended:
+            left.append(seq)
+            sampled.append(token)
+    return left, sampled
 
 
 def _answer(call: _Call) -> None:

@@ -24,8 +24,10 @@ from kvtier.workers.model_store import ModelError, resolve
 
 VERBS = [
     *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"], ["quality"]),
+    *(["plan"], ["replay"]),
     *(["pages", verb] for verb in ("ls", "show", "pin", "unpin", "evict", "clear", "verify")),
     *(["model", verb] for verb in ("pull", "ls")),
+    *(["record", verb] for verb in ("start", "stop", "show", "verify", "export")),
 ]
 USAGE = {
     "prompt_tokens": 40,
@@ -55,6 +57,9 @@ TIER = {
     "saved": 0.625,
     "converted_pages": 1234,
     "dropped_pages": 77,
+    "policy": "rvi, lru for now",
+    "fallbacks": 3456,
+    "refused_writes": 2345,
 }
 STATS = {
     "tiers": {name: TIER for name in ("L1", "L2", "L3", "L4", "remote")},
@@ -192,7 +197,7 @@ def test_help_of_every_verb_has_an_example_that_calls_it(run: Any, verb: list[st
     assert f"kvtier {' '.join(verb)}" in out.partition("Examples:")[2]
 
 
-@pytest.mark.parametrize("group", [[], ["pages"], ["model"]])
+@pytest.mark.parametrize("group", [[], ["pages"], ["model"], ["record"]])
 def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> None:
     code, _, err = run(*group)
 
@@ -212,6 +217,12 @@ def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> N
         (["generate", "--token-ids", "1", "--chat"], 2, "--chat"),
         (["generate", "hi", "--system", "/nowhere"], 1, "/nowhere"),
         (["generate", "hi \udcff", "--endpoint", "h:1"], 2, "the prompt is no UTF-8 text: give it as UTF-8"),
+        (
+            ["generate", "hi", "--session", "s", "--session-open", "--session-closed"],
+            2,
+            "one of --session-open",
+        ),
+        (["generate", "hi", "--session-closed"], 2, "--session ID"),
         (["generate", "hi", "--tls", "/nowhere.pem"], 2, "/nowhere.pem"),
         (["generate", "hi", "--tls", "a,b"], 2, "'a,b'"),
         (["pages", "ls", "--tier", "L9"], 2, "L9"),
@@ -221,6 +232,7 @@ def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> N
         (["up", "/nowhere.yaml"], 2, "/nowhere.yaml"),
         (["up", "--set", "tiers.l3.bytes=lots"], 2, "tiers.l3.bytes"),
         (["up", "--set", "page_tokens=12", "--detach"], 2, "12"),
+        (["up", "--set", "cache.policy=arc", "--detach"], 2, "'arc'"),
         (["doctor", "--set", "nope=1"], 2, "nope"),
         (["model", "pull", "gpt-9"], 1, "gpt-9"),
     ],
@@ -253,8 +265,9 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
     )
     more = "--repetition-penalty 1.1 --stop a --stop b --stop-id 9 --ignore-eos --logprobs 2 --tenant t --no-cache"
     last = "--worker w0 --request-id mine --timeout 3 --lossy --window 64 --sinks 4"
+    told = "--session chat-17 --session-closed --expect-tokens 30"
 
-    run("generate", "hi", *options.split(), *more.split(), *last.split(), "--endpoint", "h:1", "--json")
+    run("generate", "hi", *f"{options} {more} {last} {told}".split(), "--endpoint", "h:1", "--json")
 
     assert client.asked == {
         "prompt": "hi",
@@ -276,10 +289,22 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
         "lossy": True,
         "window": 64,
         "sinks": 4,
+        "session_id": "chat-17",
+        "session_state": "closed",
+        "expected_output_tokens": 30,
         "worker": "w0",
         "request_id": "mine",
         "timeout_s": 3.0,
     }
+
+
+@pytest.mark.parametrize(("options", "state"), [([], ""), (["--session-open"], "open")])
+def test_a_session_goes_on_only_where_it_is_said(
+    run: Any, client: FakeClient, options: list[str], state: str
+) -> None:
+    run("generate", "hi", "--session", "chat-17", *options, "--endpoint", "h:1")
+
+    assert (client.asked["session_id"], client.asked["session_state"]) == ("chat-17", state)
 
 
 def test_prompts_come_as_text_chat_ids_and_stdin(
@@ -326,6 +351,7 @@ def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient)
     [
         (["stats"], ["L1", "remote", "512.0 KiB", "40.0 %", "1.50 ms", "32 cached (80.0 %)", "96.0 % full"]),
         (["stats"], ["384.0 KiB", "1.0 MiB", "62.5 %", "1,234", "77", "int4c 1,200, fp8_e4m3 1"]),
+        (["stats"], ["evicts by", "rvi, lru for now", "3,456", "2,345"]),
         (["status"], ["127.0.0.1:1", "node-0", "dead: gone", "L4 was rebuilt"]),
         (["status"], ["stored as fp8_e4m3 to int4c", "window of 1,024 tokens and 4 sinks"]),
         (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it"]),

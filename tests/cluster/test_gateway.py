@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,14 +13,14 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_kit import CONTEXT, EOS, VOCAB_SIZE, Served, make_byte_tokenizer, serving
+from gateway_kit import CONTEXT, EOS, IM_START, VOCAB_SIZE, Served, make_byte_tokenizer, serving
 from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 from kvtier.cluster import gateway_streams
 from kvtier.cluster.config import GrpcConfig
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.workers.api import FinishReason, Output
+from kvtier.workers.api import EngineRequest, FinishReason, Output
 from kvtier.workers.model_text import Text
 
 
@@ -144,6 +145,62 @@ def test_cache_options_and_tenant_reach_the_worker(shared: Served, client: Clien
     assert (stream.use_cache, stream.lossy, stream.window, stream.sinks) == (True, True, 8, 4)
 
 
+def asked_with(shared: Served, client: Client, **options: Any) -> EngineRequest:
+    """The worker's request of one whose prompt is a single token, unless told otherwise."""
+    name = secrets.token_hex(8)
+    completion(client.generate(options.pop("prompt", [1]), max_tokens=1, request_id=name, **options))
+    [request] = [r for worker in shared.workers for r in worker.submitted if r.request_id == name]
+    return request
+
+
+def test_a_session_is_the_same_at_each_turn_and_another_one_for_each_tenant(
+    shared: Served, client: Client
+) -> None:
+    first = asked_with(shared, client, session_id="chat")
+    again = asked_with(shared, client, session_id="chat", session_state="open")
+    last = asked_with(shared, client, session_id="chat", session_state="closed")
+    other = asked_with(shared, client, session_id="chat 2")
+    strange = asked_with(shared, client, session_id="chat", tenant="acme")
+
+    assert first.session == again.session == last.session
+    assert len({first.session, other.session, strange.session}) == 3
+    assert all(0 < each.session < 2**63 for each in (first, other, strange))
+    states = [(each.session_open, each.session_closed) for each in (first, again, last)]
+    assert states == [(False, False), (True, False), (False, True)]
+
+
+def test_a_request_that_tells_nothing_of_what_follows_has_no_session(shared: Served, client: Client) -> None:
+    request = asked_with(shared, client)
+
+    assert (request.session, request.session_open, request.session_closed) == (0, False, False)
+    assert (request.turn, request.expected_output_tokens, request.tool_stop_ids) == (0, 0, ())
+
+
+def test_what_a_client_expects_reaches_the_worker(shared: Served, client: Client) -> None:
+    assert asked_with(shared, client, expected_output_tokens=2**24).expected_output_tokens == 2**24
+
+
+def test_a_chat_says_by_its_answers_which_turn_it_is(shared: Served, client: Client) -> None:
+    begun = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    later = [*begun, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "t"}]
+
+    assert [asked_with(shared, client, prompt=chat).turn for chat in (begun, later)] == [1, 2]
+
+
+def test_a_worker_hears_which_tokens_end_a_call_of_a_tool(tmp_path: Path) -> None:
+    text = Text.load(make_byte_tokenizer(tmp_path, more=["<|eom_id|>"]))
+
+    with serving(text) as served, connect(served.endpoint) as client:
+        assert asked_with(served, client).tool_stop_ids == (IM_START + 1,)
+
+
+def test_a_session_state_that_is_none_is_the_clients_error(client: Client) -> None:
+    with pytest.raises(ClientError, match="open, closed or empty, got 'over'") as refused:
+        completion(client.generate([1], session_id="chat", session_state="over"))  # type: ignore[arg-type]
+
+    assert refused.value.exit_code == 2
+
+
 def test_a_request_with_a_window_may_be_longer_than_the_context(client: Client) -> None:
     result = completion(client.generate([1] * (CONTEXT + 1), window=8, max_tokens=2 * CONTEXT))
 
@@ -188,7 +245,7 @@ def test_a_stop_string_across_chunks_ends_the_sequence_before_it(
     assert result["token_ids"] == list(prompt[: prompt.index(stop) + len(stop)].encode())
     assert result["usage"]["completion_tokens"] == len(result["token_ids"])
     assert result["timings_ms"]["decode"] == 7.0
-    assert any(result["request_id"] in worker.cancelled for worker in shared.workers)
+    assert any(result["request_id"] in worker.stopped for worker in shared.workers)
 
 
 def test_text_that_may_begin_a_stop_is_held_back_until_it_does_not(client: Client) -> None:
@@ -259,6 +316,16 @@ def test_no_stop_string_ends_a_sequence_before_min_tokens(client: Client) -> Non
             "INVALID_ARGUMENT",
             "513 tokens: .* 512 tokens; a request with a window may",
         ),
+        (
+            [1],
+            {"session_id": "x" * 129},
+            "INVALID_ARGUMENT",
+            "session_id must be at most 128 .* got 129: 'xxx",
+        ),
+        ([1], {"session_state": "closed"}, "INVALID_ARGUMENT", "STATE_CLOSED needs .* set session_id too"),
+        ([1], {"session_state": "open"}, "INVALID_ARGUMENT", "STATE_OPEN needs .* set session_id too"),
+        ([1], {"expected_output_tokens": -1}, "INVALID_ARGUMENT", "expected_output_tokens .* got -1"),
+        ([1], {"expected_output_tokens": 2**24 + 1}, "INVALID_ARGUMENT", "to 16777216, got 16777217"),
         ([1], {"tenant": "nobody"}, "PERMISSION_DENIED", "unknown tenant 'nobody'"),
         ([1], {"worker": "w9"}, "NOT_FOUND", "unknown worker 'w9': there are w0, w1"),
         ([1], {"worker": "x" * 50_000}, "NOT_FOUND", "unknown worker 'xxx"),
@@ -511,6 +578,7 @@ def test_a_client_that_leaves_has_its_request_cancelled(text: Text) -> None:
 
         assert eventually(lambda: served.core.in_flight == 0)
         assert served.workers[0].cancelled == ["left"]
+        assert served.workers[0].stopped == []
         assert served.core.workers["w0"].sequences == 0
 
 

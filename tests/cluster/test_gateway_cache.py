@@ -72,6 +72,9 @@ def test_stats_add_up_all_owners(client: Client) -> None:
         "saved": 0.5,
         "converted_pages": 0,
         "dropped_pages": 0,
+        "policy": "rvi",
+        "fallbacks": 2,
+        "refused_writes": 6,
     }
     assert (stats["tiers"]["L4"]["variants"], stats["tiers"]["L4"]["saved"]) == ({}, 0.0)
     totals = {name: value for name, value in stats.items() if name != "tiers"}

@@ -52,8 +52,8 @@ class EchoActor:
         if self._worker.is_manual:
             self._worker.step()
 
-    async def cancel(self, request_id: str) -> None:
-        await self._worker.cancel(request_id)
+    async def cancel(self, request_id: str, is_stopped: bool) -> None:
+        await self._worker.cancel(request_id, is_stopped)
 
     async def stats(self) -> Any:
         return await self._worker.stats()

@@ -12,6 +12,7 @@ from cache_world import (
     BF16,
     FP8,
     INT4C,
+    LRU,
     ONE_SIZE,
     PAGE_TOKENS,
     PAYLOAD_BYTES,
@@ -32,6 +33,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tier.base import Outcome, SegmentAllocator
+from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Clear,
@@ -65,6 +67,7 @@ from kvtier.tier.messages import (
 )
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Limits
+from kvtier.tier.score import PolicySettings
 from kvtier.tier.slots import HostSlots, host_slots
 
 TENANT = "ada"
@@ -692,8 +695,10 @@ def test_verification_drops_bad_copies_and_says_what_is_left() -> None:
 
 def test_pages_of_the_catalogue_are_warm_after_a_restart() -> None:
     world, worker = world_with("abc")
+    world.finished(worker, TENANT, "abc", new_pages=3)
     world.locate(worker, "r", TENANT, "abc")
     world.settle()
+    world.finished(worker, TENANT, "abc", new_pages=0)
     world.tell(Drain())
     world.tell(Quiesce())
     world.finish_all()
@@ -802,6 +807,9 @@ READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missi
 WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io"]
 TIERS = [None, TierName.HOST, TierName.SSD]
 COSTS = [0.0, 0.0, 1e-7, 1e-5]
+POLICIES = [LRU, PolicySettings(draw=4, per_draw=2, ghosts=2.0)]
+WRITES: list[WriteMode] = ["through", "demote"]
+SHARES: list[dict[str, float]] = [{}, {"bob": 0.3}, {"ada": 0.5, "bob": 1.0}]
 FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, contents_unsaved=2, roots=2, persist_every=3)
 
 
@@ -889,6 +897,22 @@ class Actors:
             kind = next(k for k, nbytes in self.world.payloads.items() if nbytes == mine.payload_bytes)
             old = Grant(mine.slot, mine.generation - 1, mine.payload_bytes)
             self.world.say(worker, Stored([stored_page(old, "eve", path[:1], kind=kind)]))
+
+    def finish(
+        self, name: str, tenant: str, path: str, kind: int, session: int, closed: bool, cost: float
+    ) -> None:
+        """A request is over, whatever became of its pages."""
+        self.world.finished(
+            self.worker(name),
+            tenant,
+            path,
+            groups=1 + (self.world.payloads is not ONE_SIZE),
+            kind=kind,
+            session=session,
+            closed=closed,
+            seconds=0.5,
+            costs=(cost, 100.0 if cost else 0.0),
+        )
 
     def give_back(self, name: str) -> None:
         worker = self.worker(name)
@@ -990,12 +1014,18 @@ few_bits, few = st.integers(0, 31), st.integers(0, 2)
 def worlds(draw: st.DrawFn) -> World:
     limits = FEW if draw(st.booleans()) else None
     num_slots, ssd_slots = draw(st.integers(2, 12)), draw(st.sampled_from([0, 2, 4, 8, 16]))
+    how: dict[str, Any] = {
+        "limits": limits,
+        "policy": draw(st.sampled_from(POLICIES)),
+        "write": draw(st.sampled_from(WRITES)),
+        "shares": draw(st.sampled_from(SHARES)),
+    }
     if draw(st.booleans()):
-        return World(num_slots, ssd_slots, limits=limits)
+        return World(num_slots, ssd_slots, **how)
     return World(
         num_slots,
         ssd_slots,
-        limits=limits,
+        **how,
         payloads=MIXED,
         host_segment_slots=draw(st.integers(1, min(3, num_slots))),
         ssd_variants=draw(st.sampled_from([None, frozenset({INT4C})])),
@@ -1032,6 +1062,18 @@ class Life(RuleBasedStateMachine):
     @rule(tenant=tenants, path=paths, first=st.integers(0, 4))
     def decays(self, **what: Any) -> None:
         self.actors.decay(**what)
+
+    @rule(
+        name=names,
+        tenant=tenants,
+        path=paths,
+        kind=st.integers(0, 3),
+        session=few,
+        closed=st.booleans(),
+        cost=st.sampled_from(COSTS),
+    )
+    def finishes(self, **what: Any) -> None:
+        self.actors.finish(**what)
 
     @rule(name=names, path=paths)
     def stores_stale(self, name: str, path: str) -> None:
@@ -1129,15 +1171,21 @@ def test_busy_lives_break_nothing(seed: int) -> None:
     rng = Random(seed)
     limits = FEW if rng.random() < 0.3 else None
     num_slots, ssd_slots = rng.randint(2, 12), rng.choice([0, 2, 4, 8, 16])
+    how: dict[str, Any] = {
+        "limits": limits,
+        "policy": rng.choice(POLICIES),
+        "write": rng.choice(WRITES),
+        "shares": rng.choice(SHARES),
+    }
     if rng.random() < 0.4:
-        actors = Actors(World(num_slots, ssd_slots, limits=limits))
+        actors = Actors(World(num_slots, ssd_slots, **how))
     else:
         variants = rng.choice([None, frozenset({INT4C})])
         segment = rng.randint(1, min(3, num_slots))
         world = World(
             num_slots,
             ssd_slots,
-            limits=limits,
+            **how,
             payloads=MIXED,
             host_segment_slots=segment,
             ssd_variants=variants,
@@ -1155,6 +1203,12 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         (10, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1, 2]), None, True, which())),
         (3, lambda: actors.store(who(), whose(), chain(), rng.choice([0, 0, 1]), request(), True, which())),
         (6, lambda: actors.decay(whose(), chain(), rng.choice([0, 0, 1, 2]))),
+        (
+            6,
+            lambda: actors.finish(
+                who(), whose(), chain(), which(), which(), rng.random() < 0.2, rng.choice(COSTS)
+            ),
+        ),
         (1, lambda: actors.store_stale(who(), chain())),
         (1, lambda: actors.give_back(who())),
         (

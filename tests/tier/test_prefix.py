@@ -10,10 +10,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_kit import Strict
 
+from kvtier.tier.guard import Guarded
 from kvtier.tier.identity import TokenIds
 from kvtier.tier.page import PageMissing, RootKey
-from kvtier.tier.prefix import PARTIAL_CANDIDATES, Frames, Path, PrefixIndex
+from kvtier.tier.prefix import Frames, Path, PrefixIndex
+from kvtier.tier.prefix_node import PARTIAL_CANDIDATES
+from kvtier.tier.rvi import Rvi
+from kvtier.tier.score import Policy, PolicySettings, Row, Use
 
 ROOT, OTHER = RootKey(b"r" * 32), RootKey(b"s" * 32)
 
@@ -114,12 +119,16 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @initialize(page_tokens=st.sampled_from([1, 2, 4]))
     def start(self, page_tokens: int) -> None:
-        self.index = PrefixIndex(page_tokens)
+        self.policy = self.new_policy()
+        self.index = PrefixIndex(page_tokens, self.policy)
         self.model = Model(page_tokens)
         self.now = 0.0
         self.next_frame = 0
         self.pinned: list[tuple[Path, Chain]] = []
         self.stale: Path | None = None
+
+    def new_policy(self) -> Policy:
+        return Strict()
 
     def tick(self) -> float:
         self.now += 1.0
@@ -169,8 +178,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert inserted.duplicates == [a for a, b in zip(own, tree, strict=True) if a != b]
         assert inserted.node.depth == len(own)
 
-    @rule(root=roots, prompt=prompts, limit=st.none() | st.integers(0, 20), pin=st.booleans())
-    def match(self, root: RootKey, prompt: Prompt, limit: int | None, pin: bool) -> None:
+    @rule(
+        root=roots,
+        prompt=prompts,
+        limit=st.none() | st.integers(0, 20),
+        pin=st.booleans(),
+        begin=st.booleans(),
+    )
+    def match(self, root: RootKey, prompt: Prompt, limit: int | None, pin: bool, begin: bool) -> None:
         tokens = self.tokens(prompt)
         allowed = tokens if limit is None else tokens[:limit]
         held = self.model.match(root, allowed)
@@ -191,6 +206,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             self.index.pin(match.node)
             self.model.pin(root, held, 1)
             self.pinned.append((match.node, held))
+            if begin:
+                self.index.begin(match.node, self.tick())
         else:
             self.stale = match.node
 
@@ -222,21 +239,27 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert extended.duplicates == [a for a, b in zip(own, tree, strict=True) if a != b]
 
     @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), only_last=st.booleans())
+    def unpin(self, data: st.DataObject, only_last: bool) -> None:
         path, chain = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
         now = self.tick()
         self.model.pin(path.root, chain, -1)
-        self.model.use(path.root, chain, now)
+        held = run_of(chain, self.model.page_tokens)
+        unpinned = [c for c in held if not self.model.pages[path.root, c].pins]
+        for c in unpinned if only_last else held:
+            self.model.pages[path.root, c].last_use_s = now
 
-        self.index.unpin(path, now)
+        self.index.unpin(path, now, Use(path.depth, 0), only_last=only_last)
 
     @rule(pages=st.integers(0, 4))
     def evict(self, pages: int) -> None:
-        evicted = self.index.evict(pages)
+        evicted = self.index.evict(pages, self.tick())
 
-        assert evicted == self.model.evict(pages)
+        self.agree_on_evicted(evicted, pages)
         self.refuse_stale(bool(evicted))
+
+    def agree_on_evicted(self, evicted: list[int], pages: int) -> None:
+        assert evicted == self.model.evict(pages)
 
     @rule(root=roots, prompt=prompts)
     def remove(self, root: RootKey, prompt: Prompt) -> None:
@@ -293,6 +316,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.index.check()
+        if isinstance(self.policy, Strict):
+            self.policy.agrees_with(self.index)
         page_tokens = self.model.page_tokens
         assert self.index.num_pages == len(self.model.pages)
         assert self.index.evictable_pages == sum(not p.pins for p in self.model.pages.values())
@@ -303,8 +328,34 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         }
 
 
+class AnyOrderMachine(PrefixIndexMachine):
+    """The same with policies of their own mind: what leaves must be free to leave."""
+
+    def new_policy(self) -> Policy:
+        return Rvi(PolicySettings(draw=4, per_draw=2))
+
+    def agree_on_evicted(self, evicted: list[int], pages: int) -> None:
+        keys = {page.frame: key for key, page in self.model.pages.items()}
+        for frame in evicted:
+            root, chain = keys[frame]
+            assert not self.model.pages.pop((root, chain)).pins
+            assert not self.model.children(root, chain)
+        assert len(evicted) == pages or all(page.pins for page in self.model.pages.values())
+
+
+class GuardedMachine(AnyOrderMachine):
+    def new_policy(self) -> Policy:
+        policy = Guarded(PolicySettings(draw=4, per_draw=2), 64)
+        policy.by_lru = True
+        return policy
+
+
 PrefixIndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestPrefixIndexAgreesWithADictOfPages = PrefixIndexMachine.TestCase
+AnyOrderMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndexUnderRvi = AnyOrderMachine.TestCase
+GuardedMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestPrefixIndexUnderAGuardThatFellBack = GuardedMachine.TestCase
 
 
 def test_an_empty_index_matches_nothing_and_keeps_nothing() -> None:
@@ -317,7 +368,7 @@ def test_an_empty_index_matches_nothing_and_keeps_nothing() -> None:
     index.check()
     index.unpin(match.node, 1.0)
     index.check()
-    assert (index.num_pages, index.evict(5)) == (0, [])
+    assert (index.num_pages, index.evict(5, 1e3)) == (0, [])
 
 
 def test_a_full_hit_up_to_the_last_token_ends_in_a_partial_page() -> None:
@@ -343,7 +394,7 @@ def test_match_changes_nothing() -> None:
 
     index.match(ROOT, ids(1, 2))
 
-    assert index.evict(3) == [1, 0, 2]
+    assert index.evict(3, 1e3) == [1, 0, 2]
 
 
 def test_a_pin_ends_where_its_match_ended() -> None:
@@ -353,7 +404,7 @@ def test_a_pin_ends_where_its_match_ended() -> None:
     index.pin(index.match(ROOT, ids(1, 2, 9, 9)).node)
 
     assert index.evictable_pages == 2
-    assert index.evict(9) == [2, 1]
+    assert index.evict(9, 1e3) == [2, 1]
     index.check()
 
 
@@ -364,9 +415,9 @@ def test_pins_stay_right_when_another_insert_splits_the_run_they_end_in() -> Non
 
     index.insert(ROOT, ids(1, 2, 8, 8), frames(0, 3), 2.0)
 
-    assert index.evict(9) == [3]
+    assert index.evict(9, 1e3) == [3]
     index.unpin(path, 3.0)
-    assert index.evict(9) == [2, 1, 0]
+    assert index.evict(9, 1e3) == [2, 1, 0]
     index.check()
 
 
@@ -379,7 +430,7 @@ def test_a_match_made_before_a_split_can_still_be_pinned() -> None:
     index.pin(head)
     index.pin(whole)
 
-    assert index.evict(9) == [3]
+    assert index.evict(9, 1e3) == [3]
     index.check()
 
 
@@ -395,7 +446,7 @@ def test_two_sequences_behind_one_prompt_extend_without_pinning_each_others_page
     index.unpin(first, 4.0)
 
     assert index.evictable_pages == 1
-    assert index.evict(9) == [1]
+    assert index.evict(9, 1e3) == [1]
     index.check()
 
 
@@ -421,9 +472,70 @@ def test_a_growing_sequence_stays_one_run() -> None:
         index.extend(path, ids(i), frames(i), float(i))
     index.unpin(path, 1000.0)
 
-    (run,) = index.evict_runs(1000)
+    (run,) = index.evict_runs(1000, 1e3)
 
     assert (run.frames, run.depth, run.last_use_s) == (list(range(999, -1, -1)), 999, 1000.0)
+
+
+def test_a_released_run_and_pages_put_behind_it_later_keep_their_own_histories() -> None:
+    index = PrefixIndex(1)
+    index.insert(ROOT, ids(1, 2), frames(0, 1), 0.0)
+    turn = index.match(ROOT, ids(1, 2)).node
+    index.pin(turn)
+    index.begin(turn, 1.0)
+
+    index.extend(turn, ids(3), frames(2), 2.0)
+    index.extend(turn, ids(4), frames(3), 3.0)
+
+    assert number_of_runs(index) == 2
+
+
+def test_pages_that_come_back_take_the_rows_that_they_had() -> None:
+    policy = Strict()
+    left: list[Row] = []
+    index = PrefixIndex(1, policy, on_leave=lambda row, frames, in_use: left.append(row))
+    index.insert(ROOT, ids(1, 2, 3), frames(0, 1, 2), 0.0)
+    index.evict(1, 1.0)
+    index.evict(1, 2.0)
+    again = index.match(ROOT, ids(1, 2, 3)).node
+    index.pin(again)
+    index.begin(again, 3.0)
+    policy.reuse(left, 3.0)
+
+    index.extend(again, ids(2, 3, 4), frames(5, 6, 7), 4.0, pieces=[(left[1], 1), (left[0], 1), (None, 1)])
+    index.unpin(again, 5.0, Use(4, 3))
+
+    index.check()
+    policy.agrees_with(index)
+    assert number_of_runs(index) == 1  # LRU has no reason to tell them apart
+    assert index.evict(9, 6.0) == [7, 6, 5, 0]
+
+
+def test_a_run_that_others_use_on_is_in_use_again_at_once() -> None:
+    policy = Strict()
+    index = PrefixIndex(1, policy)
+    index.insert(ROOT, ids(1, 2), frames(0, 1), 0.0)
+    paths = [index.match(ROOT, ids(1, 2)).node for _ in range(2)]
+    for path in paths:
+        index.pin(path)
+        index.begin(path, 1.0)
+
+    index.unpin(paths[0], 2.0, Use(2, 0))
+    assert all(policy.in_use.values())
+
+    index.unpin(paths[1], 3.0, Use(2, 0))
+    assert not any(policy.in_use.values())
+
+
+def test_a_path_that_nobody_used_leaves_the_order_alone() -> None:
+    index = PrefixIndex(1)
+    index.insert(ROOT, ids(1), frames(0), 1.0)
+    index.insert(ROOT, ids(2), frames(1), 2.0)
+    path = index.match(ROOT, ids(1)).node
+    index.pin(path)
+    index.unpin(path, 3.0, None)
+
+    assert index.evict(2, 4.0) == [0, 1]
 
 
 def test_a_sequence_that_repeats_another_leaves_one_run() -> None:
@@ -432,13 +544,14 @@ def test_a_sequence_that_repeats_another_leaves_one_run() -> None:
     index.insert(ROOT, ids(*range(100)), frames(*range(100)), 0.0)
     path = index.match(ROOT, ids(*range(10))).node
     index.pin(path)
+    index.begin(path, 9.0)
     for i in range(10, 100):
         extended = index.extend(path, ids(i), frames(1000 + i), float(i))
         assert (extended.frames.tolist(), extended.duplicates) == ([i], [1000 + i])
         assert number_of_runs(index) <= 2
     index.unpin(path, 100.0)
 
-    assert index.evict(200) == list(range(99, -1, -1))
+    assert index.evict(200, 1e3) == list(range(99, -1, -1))
 
 
 def test_two_equal_sequences_side_by_side_leave_one_run() -> None:
@@ -487,7 +600,7 @@ def test_an_old_tail_stays_apart_from_a_head_in_use() -> None:
     index.pin(head)
     index.unpin(head, 2.0)
 
-    assert index.evict(3) == [1, 2, 0]
+    assert index.evict(3, 1e3) == [1, 2, 0]
 
 
 def test_a_match_made_before_two_runs_became_one_can_still_be_pinned() -> None:
@@ -511,11 +624,11 @@ def test_eviction_takes_the_tail_of_the_run_used_longest_ago_and_says_when_that_
     index.insert(ROOT, ids(1, 2, 3, 4, 5, 6), frames(0, 1, 2), 1.0)
     index.insert(OTHER, ids(1, 2), frames(3), 2.0)
 
-    runs = index.evict_runs(2)
+    runs = index.evict_runs(2, 1e3)
 
     assert [(r.frames, r.depth, r.last_use_s) for r in runs] == [([2, 1], 2, 1.0)]
     index.touch(index.match(ROOT, ids(1, 2)).node, 3.0)
-    assert index.evict(2) == [3, 0]
+    assert index.evict(2, 1e3) == [3, 0]
 
 
 def test_partial_is_the_best_of_the_newest_candidates() -> None:
@@ -616,5 +729,4 @@ def test_pages_that_moved_are_found_in_their_new_frames() -> None:
 
     assert index.match(ROOT, np.arange(8, dtype=np.int32)).frames.tolist() == [4, 1, 6, 7]
     assert index.match(ROOT, np.array([0, 1, 9, 9], np.int32)).frames.tolist() == [4, 2]
-    assert index.oldest_s == 2.0
     index.check()

@@ -25,6 +25,7 @@ from node_kit import (
 
 from kvtier.tier.base import Outcome, Place
 from kvtier.tier.events import StoredBefore
+from kvtier.tier.identity import tenant_digest
 from kvtier.tier.mover import load_roots, load_stored_before
 from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
 from kvtier.tier.service import STAGING_SLOTS, CacheService, ServiceStopped
@@ -67,6 +68,43 @@ def test_pages_sink_rise_and_outlive_a_restart(tmp_path: Path, store: str) -> No
         assert [page.from_ssd for page in again] == [True] * 6
         assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
         peer.close()
+
+
+@both_stores
+def test_demoted_pages_are_on_the_disk_only_when_they_have_left_l3_or_the_node_has_stopped(
+    tmp_path: Path, store: str
+) -> None:
+    with running(tmp_path, l3_pages=16, store=store, write="demote") as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 8)
+        settle(service)
+        assert pages_in(service, TierName.SSD) == 0
+
+        peer.store(1000, 8)
+        peer.store(2000, 8)
+        settle(service)
+        counters = service.stats().tiers
+        assert counters[TierName.SSD].policy == "rvi" and 8 <= counters[TierName.SSD].pages < 24
+        assert [len(peer.fetch(start, 8)[0]) for start in (0, 1000, 2000)] == [8, 8, 8]
+        peer.close()
+
+    with running(tmp_path, store=store) as service:
+        assert pages_in(service, TierName.SSD) == 24
+        assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
+
+
+def test_a_tenant_keeps_to_its_share_of_both_tiers(tmp_path: Path) -> None:
+    with running(tmp_path, l3_pages=16, shares={tenant_digest("ada"): 0.25}) as service:
+        ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
+        eve.store(0, 6)
+        for start in range(0, 5000, 1000):
+            ada.store(start, 4)
+        settle(service)
+
+        assert len(service.pages("ada", TierName.HOST)) <= 4
+        assert len(eve.fetch(0, 6)[0]) == 6
+        ada.close()
+        eve.close()
 
 
 @both_stores

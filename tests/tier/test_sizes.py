@@ -38,6 +38,7 @@ def test_a_size_without_slots_gets_a_segment_whose_pages_are_worth_least() -> No
     keys = fill(world, worker, LARGE, 4)
     world.locate(worker, "r", TENANT, "x", chains=[chain_of([keys[0]], variant=FP8)])
     world.settle()
+    world.finished(worker, TENANT, "x")
 
     world.want(worker, 1, SMALL)
 

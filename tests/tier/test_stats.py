@@ -71,6 +71,19 @@ def test_an_owner_has_restarted_when_any_counter_fell_and_not_when_it_holds_less
     assert has_restarted(before, Snapshot())
 
 
+def test_policies_that_differ_are_all_named_and_none_is_left_of_an_owner_that_is_gone() -> None:
+    ledger = Ledger()
+    for owner, policy in (("w0", "rvi"), ("w1", "rvi, lru for now"), ("w2", "rvi")):
+        ledger.record(owner, Snapshot({TierName.HBM: TierCounters(policy=policy, fallbacks=2)}))
+
+    all_three = ledger.total().tiers[TierName.HBM]
+    ledger.lose("w1")
+    without = ledger.total().tiers[TierName.HBM]
+
+    assert (all_three.policy, all_three.fallbacks) == ("rvi; rvi, lru for now", 6)
+    assert (without.policy, without.fallbacks) == ("rvi", 6)
+
+
 OWNERS = ("w0", "w1", "n0")
 
 

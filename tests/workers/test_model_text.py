@@ -258,3 +258,14 @@ def test_the_demo_models_text_comes_back_as_it_was(demo_model: Path) -> None:
     assert "".join(pieces) == sample
     head = text.encode("<|im_start|>assistant\n")
     assert text.encode_chat([{"role": "user", "content": "hi"}])[-len(head) :] == head
+
+
+def test_the_tokens_that_end_a_call_of_a_tool_are_known_by_their_names(
+    byte_text: Text, tmp_path: Path
+) -> None:
+    """Some models' tokens for it are special, others' aren't."""
+    text = Text.load(make_byte_tokenizer(tmp_path, more=["</tool_call>", "<tool_call>", "<|call|>"]))
+
+    assert text is not None
+    assert text.tool_stop_ids == (IM_START + 1, IM_START + 3)
+    assert byte_text.tool_stop_ids == ()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_kit import PLAIN, Machine, expected
+from scheduler_kit import PLAIN, TENANT, Machine, expected
 
 from kvtier.tier.page import PageKey
+from kvtier.tier.score import ScoreWeights
 from kvtier.workers.api import FinishReason
 
 
@@ -38,6 +39,9 @@ def workloads(draw: st.DrawFn) -> tuple[Machine, list[tuple[int, list[int], int,
         rng=Random(draw(st.integers(0, 2**32))),
         has_node=has_node,
         slots=draw(st.sampled_from([0, 2, 100, 100])) if has_node else 0,
+        margin=draw(st.sampled_from([0, 0, 1, capacity // 2])),
+        rvi=draw(st.booleans()),
+        shares=draw(st.sampled_from([{}, {TENANT: 0.5}, {TENANT: 0.01}])),
     )
     shared = draw(st.lists(st.integers(0, 3), max_size=capacity * page_tokens // 2))
     requests = []
@@ -87,6 +91,29 @@ def test_cancelling_at_any_moment_leaks_no_page(
             made.end(seq, FinishReason.CANCELLED)
             made.scheduler.check()
     made.run()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_whatever_the_weights_nobody_is_preempted_again_and_again_for_younger_ones(seed: int) -> None:
+    """The machine checks at each step who is preempted and who goes first."""
+    rng = Random(seed)
+    capacity, page_tokens = rng.randint(6, 30), rng.choice([1, 1, 2])
+    weights = ScoreWeights(*(rng.choice([-1.0, 0.0, 1.0]) for _ in range(3)))
+    made = Machine(
+        *(capacity, page_tokens, 16, rng.choice([4, 6, 8]), rng),
+        has_node=rng.random() < 0.5,
+        slots=100,
+        weights=weights,
+    )
+    answers = [min(rng.randint(3, 40), capacity * page_tokens) for _ in range(rng.randint(4, 20))]
+    for i, tokens in enumerate(answers):
+        made.submit(str(i), [i], tokens)
+
+    made.run()
+
+    for i, tokens in enumerate(answers):
+        assert made.outputs[str(i), 0] == expected([i], tokens)
 
 
 def test_decode_rows_come_before_prefill_chunks() -> None:

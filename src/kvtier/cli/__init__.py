@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvtier.cli import demo, doctor, generate, model, pages, quality, up, watch
+from kvtier.cli import demo, doctor, generate, model, pages, plan, quality, record, replay, up, watch
 from kvtier.cli.common import CliError
 
 app = typer.Typer(
@@ -29,6 +29,9 @@ model.register(app)
 doctor.register(app)
 demo.register(app)
 quality.register(app)
+replay.register(app)
+record.register(app)
+plan.register(app)
 
 
 @app.callback(invoke_without_command=True)

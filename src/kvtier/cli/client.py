@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,6 +27,11 @@ _EXIT_CODES = {
     grpc.StatusCode.ALREADY_EXISTS: _USAGE,
     grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,
     grpc.StatusCode.NOT_FOUND: _NOT_FOUND,
+}
+_SESSION_STATES = {
+    "": inference_pb2.SESSION_STATE_UNSPECIFIED,
+    "open": inference_pb2.SESSION_STATE_OPEN,
+    "closed": inference_pb2.SESSION_STATE_CLOSED,
 }
 _REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -134,6 +139,11 @@ class Client:
         lossy: bool = False,  # True: takes pages re-quantized for a lower tier where the exact ones are gone
         window: int = 0,  # tokens that each token attends; 0: as the deployment is configured
         sinks: int = 0,  # first tokens attended beside the window
+        session_id: str = "",  # the conversation that this is a turn of
+        session_state: Literal[
+            "", "open", "closed"
+        ] = "",  # open: another turn will follow; closed: this is the last
+        expected_output_tokens: int = 0,  # a guess; 0: none
         worker: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[Chunk]:
@@ -146,6 +156,9 @@ class Client:
             cache=inference_pb2.CacheOptions(no_cache=no_cache, lossy=lossy),
             window=window,
             sinks=sinks,
+            session_id=session_id,
+            session_state=_state_number(session_state),
+            expected_output_tokens=expected_output_tokens,
             sampling=_message(
                 inference_pb2.Sampling,
                 max_tokens=max_tokens,
@@ -190,7 +203,8 @@ class Client:
     def stats(self) -> dict[str, Any]:
         """The object of `kvtier stats --json`: {"tiers": {"L1": {..}, ..}, "prompt_tokens": .., ..}.
 
-        A tier's "saved" is 1 - "page_bytes" / "raw_bytes": what quantized pages save, 0 where there are none.
+        A tier's "saved" is 1 - "page_bytes" / "raw_bytes": what quantized pages save, 0 where there are none. Its
+        "policy" says what chooses the pages that leave it, and whether a guard has fallen back to lru.
         """
         reply = self._call(self._cache.Stats, cache_pb2.StatsRequest())
         tiers = {name: _tier(reply.tiers[name]) for name in TIERS}
@@ -246,6 +260,22 @@ class Client:
     def pages_verify(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         """As pages_pin, for these pages or all; where no keys are given, results list only what was not ACCEPTED."""
         return self._outcomes(self._cache.Verify, keys, None)
+
+    def record_start(
+        self, path: str, *, max_bytes: int = 0, nodes: Sequence[str] = (), workers: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """{"recordings": [{"owner", "path", "events", "nbytes", "seconds", "ended"}]}; "ended" is "" while it goes on.
+
+        `path` is absolute, on the machines of those that record: these nodes and workers, or all where none is named.
+        """
+        request = _message(
+            cache_pb2.RecordRequest, path=path, max_bytes=max_bytes, nodes=nodes, workers=workers
+        )
+        return _recordings(self._call(self._cache.Record, request))
+
+    def record_stop(self) -> dict[str, Any]:
+        """As record_start, of what has ended."""
+        return _recordings(self._call(self._cache.StopRecord, cache_pb2.StopRecordRequest()))
 
     def close(self) -> None:
         """Let the connection go. Idempotent."""
@@ -324,6 +354,12 @@ def _message(kind: Callable[..., Any], **fields: Any) -> Any:
     return kind(**given)
 
 
+def _state_number(state: str) -> inference_pb2.SessionState:
+    if state not in _SESSION_STATES:
+        raise ClientError(f"session_state must be open, closed or empty, got {state!r}", _USAGE)
+    return _SESSION_STATES[state]
+
+
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
@@ -370,6 +406,10 @@ def _outcomes(reply: cache_pb2.OutcomesReply) -> dict[str, Any]:
         for result in reply.results
     ]
     return {"results": results, "counts": dict(sorted(reply.counts.items()))}
+
+
+def _recordings(reply: cache_pb2.RecordReply) -> dict[str, Any]:
+    return {"recordings": [_plain(one) for one in reply.recordings]}
 
 
 def _outcome(number: cache_pb2.Outcome) -> str:

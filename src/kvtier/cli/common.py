@@ -206,3 +206,15 @@ def read_text(path: Path, what: str) -> str:
         raise CliError(
             f"{what} {path} is no UTF-8 text (byte {error.start}): save it as UTF-8 or give another file", 2
         ) from error
+
+
+def check_target(option: str, file: Path, suffix: str) -> None:
+    """Refuse a file that can't be written, before anything is computed. The disk may still be full later."""
+    if file.suffix != suffix:
+        raise CliError(f"{option} writes a {suffix} file, got {file}", 2)
+    if not file.parent.is_dir():
+        raise CliError(f"{option} {file}: there is no folder {file.parent}; make it, or name another", 2)
+    if file.is_dir():
+        raise CliError(f"{option} {file}: this is a folder; name a file in it", 2)
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise CliError(f"{option} {file}: permission denied; name a file that you may write", 2)

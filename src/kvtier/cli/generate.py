@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -89,6 +89,30 @@ def generate(
             help="With --window: the first TOKENS stay attended too. 4 keep most models fluent.",
         ),
     ] = 0,
+    session: Annotated[
+        str,
+        typer.Option(
+            metavar="ID",
+            help="The conversation that this is a turn of: the cache learns when its next turn comes, and what is its own.",
+        ),
+    ] = "",
+    session_open: Annotated[
+        bool, typer.Option("--session-open", help="With --session: another turn will follow.")
+    ] = False,
+    session_closed: Annotated[
+        bool,
+        typer.Option(
+            "--session-closed",
+            help="With --session: this is its last turn; pages that no other session has used are the first to go.",
+        ),
+    ] = False,
+    expect_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="A guess at the answer's length: requests nearly done keep their memory. 0: none.",
+        ),
+    ] = 0,
     worker: Annotated[
         str, typer.Option(help="Id of the worker that takes the request first (`kvtier status`).")
     ] = "",
@@ -109,7 +133,9 @@ def generate(
       kvtier generate --token-ids 1,2,3 --json
       cat letter.txt | kvtier generate --chat - --temperature 0.7 --seed 1
       kvtier generate 'Once upon a time' --window 1024 --sinks 4 --ignore-eos --max-tokens 100000
+      kvtier generate --chat 'Thanks, that is all.' --session chat-17 --session-closed
     """
+    state = _session_state(session, session_open, session_closed)
     asked = _prompt(prompt, token_ids, chat, system)
     with connected(endpoint, tls) as client:
         shows_ids = isinstance(asked, list) and not as_json and not _has_tokenizer(client)
@@ -134,6 +160,9 @@ def generate(
             lossy=lossy,
             window=window,
             sinks=sinks,
+            session_id=session,
+            session_state=state,
+            expected_output_tokens=expect_tokens,
             worker=worker,
             timeout_s=timeout,
         )
@@ -162,6 +191,16 @@ def summary(done: dict[str, Any]) -> str:
         f"{human_seconds(timings['ttft'] / 1e3)} · {human_count(tokens)} tokens{speed} · {done['finish_reason']} · "
         f"request {done['request_id']}"
     )
+
+
+def _session_state(session: str, is_open: bool, is_closed: bool) -> Literal["", "open", "closed"]:
+    if is_open and is_closed:
+        raise CliError("give one of --session-open and --session-closed: a last turn has none after it", 2)
+    if not (is_open or is_closed):
+        return ""
+    if not session:
+        raise CliError("--session-open and --session-closed need the session: give --session ID too", 2)
+    return "open" if is_open else "closed"
 
 
 def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: Path | None) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvtier.cli.common import CliError, out, print_json, read_text, steps, table
+from kvtier.cli.common import CliError, check_target, out, print_json, read_text, steps, table
 from kvtier.cli.connection import JsonOption
 from kvtier.workers.model_store import KNOWN_MODELS, ModelError, default_cache, resolve
 from kvtier.workers.model_text import Text, TextError
@@ -77,7 +76,7 @@ def quality(
     """
     for option, file, suffix in (("--plot", plot, ".png"), ("--markdown", markdown, ".md")):
         if file is not None:
-            _check_target(option, file, suffix)
+            check_target(option, file, suffix)
     texts = [(str(file), read_text(file, "text")) for file in files]
     report = _measured(
         texts,
@@ -96,18 +95,6 @@ def quality(
     else:
         _print(report)
     _write(report, plot, markdown)  # last: what took minutes is on the screen, whatever the disk says
-
-
-def _check_target(option: str, file: Path, suffix: str) -> None:
-    """Before anything is measured. The disk may still be full later."""
-    if file.suffix != suffix:
-        raise CliError(f"{option} writes a {suffix} file, got {file}", 2)
-    if not file.parent.is_dir():
-        raise CliError(f"{option} {file}: there is no folder {file.parent}; make it, or name another", 2)
-    if file.is_dir():
-        raise CliError(f"{option} {file}: this is a folder; name a file in it", 2)
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise CliError(f"{option} {file}: permission denied; name a file that you may write", 2)
 
 
 def _measured(texts: list[tuple[str, str]], model: str, formats: list[str], **numbers: int | str) -> Report:

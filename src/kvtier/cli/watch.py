@@ -76,11 +76,12 @@ def stats(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Hits by tier, what moved between tiers, how full they are, and what quantized pages save.
+    """Hits by tier, what moved between tiers, how full they are, what quantized pages save, and how pages are chosen to leave.
 
     "Used" is all that a tier has given out, "in pages" what the pages held take, and "unquantized" what the same pages
     would take in the model's own numbers. "Converted" pages were written anew in another format; those that "left window"
-    are no longer attended by the stream that made them.
+    are no longer attended by the stream that made them. "Guard fell back" counts how often `cache.policy` found less than
+    lru would and lru took over; pages "not written" to a tier would take longer to load from there than to compute.
 
     \b
     Examples:
@@ -88,6 +89,7 @@ def stats(
       kvtier stats --watch
       kvtier stats --json | jq .tiers.L3.hit_rate
       kvtier stats --json | jq '.tiers.L1 | .page_bytes, .raw_bytes, .saved, .variants'
+      kvtier stats --json | jq '.tiers | map_values(.policy)'
     """
     if watch:
         with (
@@ -118,6 +120,7 @@ def stats_view(now: dict[str, Any]) -> RenderableType:
     held = ("tier", "held in", "used", "of", "pages", "hit rate", "hit tokens", "looked up")
     moved = ("tier", "promoted", "demoted", "evicted", "corrupt", "in", "out", "load p50", "p99")
     stored = ("tier", "in pages", "unquantized", "saved", "converted", "left window", "pages by format")
+    policies = ("tier", "evicts by", "guard fell back", "not written")
     prompt = now["prompt_tokens"]
     totals = (
         f"{human_count(now.get('requests', 0))} requests, {human_count(prompt)} prompt tokens: "
@@ -131,6 +134,8 @@ def stats_view(now: dict[str, Any]) -> RenderableType:
         table(None, moved, [_moved(name, tier) for name, tier in tiers.items()], right=moved[1:]),
         Text(),
         table(None, stored, [_stored(name, tier) for name, tier in tiers.items()], right=stored[1:6]),
+        Text(),
+        table(None, policies, _policies(tiers), right=policies[2:]),
         Text(),
         Text(totals),
     )
@@ -172,6 +177,14 @@ def _stored(name: str, tier: dict[str, Any]) -> tuple[str, ...]:
         human_count(tier["dropped_pages"]),
         ", ".join(f"{variant} {human_count(pages)}" for variant, pages in formats if pages) or "-",
     )
+
+
+def _policies(tiers: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (name, tier["policy"], human_count(tier["fallbacks"]), human_count(tier["refused_writes"]))
+        for name, tier in tiers.items()
+        if tier["policy"]
+    ]
 
 
 def explain(

@@ -1,0 +1,102 @@
+"""`tiers.write: demote`: pages are saved when they are about to leave L1, with a real tiny model and a real node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from waiting import until
+from worker_kit import PAGE_TOKENS, caching, keys, serving, settle, tiny_runner
+
+from kvtier.tier.page import TierName
+from kvtier.tier.score import PolicySettings
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 512, length).tolist()
+    return tokens
+
+
+def in_l3(service: object) -> set[bytes]:
+    pages = service.pages(tier=TierName.HOST, limit=100_000)  # type: ignore[attr-defined]
+    return {bytes.fromhex(page.key) for page in pages}
+
+
+def test_while_l1_has_room_nothing_is_written_and_at_the_end_everything_is(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    p = prompt(100)
+    with caching(tmp_path) as service:
+        with serving(tiny_runner(tiny_llama, 256), tmp_path / "s", write="demote") as client:
+            cold = client.generate(p)
+            settle(client.worker, service)
+            assert in_l3(service) == set()
+            assert client.worker.stats().tiers[TierName.HBM].bytes_out == 0
+            client.worker.stop(drain_s=30.0)
+        until(service.idle, "the node's cache is idle")
+        with serving(tiny_runner(tiny_llama, 256), tmp_path / "s", write="demote") as client:
+            warm = client.generate(p)
+
+    assert warm.cached == {"L3": 96}
+    assert warm.tokens == cold.tokens
+
+
+def test_pages_that_left_l1_are_found_below_and_few_others_were_written(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Twelve conversations go through an L1 of 40 pages that one shared prefix fills half of."""
+    system = prompt(20 * PAGE_TOKENS, seed=99)
+    prompts = [system + prompt(5 * PAGE_TOKENS + 1, seed=i) for i in range(12)]
+    written = {}
+    for write in ("through", "demote"):
+        folder = tmp_path / write
+        folder.mkdir()
+        with (
+            caching(folder, l3_pages=1024) as service,
+            serving(
+                *(tiny_runner(tiny_llama, 40), folder / "s"), write=write, policy=PolicySettings("lru")
+            ) as client,
+        ):
+            wanted = []
+            for p in prompts:
+                wanted.append(client.generate(p, max_tokens=1).tokens)
+                settle(client.worker, service)
+            written[write] = client.worker.stats().tiers[TierName.HBM].bytes_out
+            left = keys(client.worker)
+            again = client.generate(prompts[0], max_tokens=1)
+            assert again.tokens == wanted[0]
+            assert again.cached == {"L1": 20 * PAGE_TOKENS, "L3": 5 * PAGE_TOKENS}
+            assert len(left) <= 40
+
+    pages = 20 + 12 * 5
+    assert written["through"] == pages * 8192
+    margin = 40 // 4
+    assert (pages - 40) * 8192 <= written["demote"] <= (pages - 40 + margin) * 8192
+
+
+def test_pages_for_which_there_is_no_slot_are_dropped_and_requests_go_on(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    prompts = [prompt(60 + i, seed=i) for i in range(8)]
+    with (
+        caching(tmp_path, l3_pages=0, l4_bytes=0),
+        serving(tiny_runner(tiny_llama, 24), tmp_path / "s", write="demote") as client,
+    ):
+        wanted = [client.generate(p, max_tokens=60, use_cache=False).tokens for p in prompts]
+        assert client.together(prompts, max_tokens=60) == wanted
+        assert client.worker.stats().tiers[TierName.HBM].evicted_pages > 0
+
+
+def test_preempted_requests_say_the_same_and_recompute_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    runner = tiny_runner(tiny_llama, 24)
+    prompts = [prompt(60 + i, seed=i) for i in range(4)]
+    with caching(tmp_path) as service, serving(runner, tmp_path / "s", write="demote") as client:
+        wanted = [client.generate(p, max_tokens=100, use_cache=False).tokens for p in prompts]
+        settle(client.worker, service)
+        names = [client.send(p, max_tokens=100) for p in prompts]
+        results = [client.result(name) for name in names]
+        told = [client.worker.explain(name) for name in names]
+
+    assert [r.tokens for r in results] == wanted
+    assert sum(t.preemptions for t in told if t is not None) > 0
+    assert sum(r.usage.computed_tokens for r in results) == sum(map(len, prompts))

@@ -1,0 +1,65 @@
+"""What a node's cache has decided on since it was last asked, and in which order that is to be carried out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier.tier.base import Outcome, Place
+from kvtier.tier.events import (
+    Answer,
+    Command,
+    CommitCatalogue,
+    ForgetTenant,
+    Note,
+    PageId,
+    Send,
+    WipeSlots,
+    WritePage,
+)
+from kvtier.tier.messages import ToWorker
+from kvtier.tier.records import Worker
+
+
+class Outbox:
+    """The commands to give, empty between two events."""
+
+    def __init__(self) -> None:
+        self._transfer = 0  # number of the latest
+        self._out: list[Command] = []
+        self._drops: list[PageId] = []
+        self._wipes: list[Place] = []
+        self._forget: ForgetTenant | None = None
+        self._write_commands: list[WritePage] = []
+        self._answers: list[Answer] = []
+
+    def _take_commands(self) -> list[Command]:
+        # Dropped records are committed, and wiped slots wiped, before anything is written into their slots.
+        commands, self._out = self._out, []
+        if self._drops:
+            commands.append(CommitCatalogue((), tuple(self._drops)))
+            self._drops = []
+        if self._wipes:
+            commands.append(WipeSlots(tuple(self._wipes)))
+            self._wipes = []
+        if self._forget is not None:
+            commands.append(self._forget)
+            self._forget = None
+        commands.extend(self._write_commands)
+        self._write_commands = []
+        commands.extend(self._answers)
+        self._answers = []
+        return commands
+
+    def _send(self, worker: Worker, message: ToWorker) -> None:
+        if not worker.fenced:
+            self._out.append(Send(worker.ref, message))
+
+    def _answer(self, ticket: int, results: Iterable[tuple[bytes, Outcome]]) -> None:
+        self._answers.append(Answer(ticket, tuple(results)))
+
+    def _note(self, text: str) -> None:
+        self._out.append(Note(text))
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer

@@ -1,0 +1,152 @@
+"""What operators ask of a node's cache: to pin, evict, clear and verify pages. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvtier.tier.base import Outcome, Place
+from kvtier.tier.events import Failure, ForgetTenant, VerifyPage
+from kvtier.tier.page import TierName
+from kvtier.tier.records import Check, HostCopy, Job, Page
+from kvtier.tier.uses import Uses
+
+
+class Verbs(Uses):
+    """The part of the coordinator that operators command."""
+
+    def _pin(self, key: bytes) -> Outcome:
+        outcome = Outcome.MISSING
+        for page in self._named(key):
+            outcome = Outcome.ACCEPTED
+            if page.pinned:
+                continue
+            is_over = self._pinned_bytes + page.slot_bytes > self._max_pinned_bytes()
+            sizes = self._sizes.keys() | {page.slot_bytes}
+            if is_over or not self._slots.room_to_last(page.slot_bytes, sizes, len(self._pins_to_come)):
+                return Outcome.REJECTED
+            self._set_pinned(page, True)
+        return outcome
+
+    def _unpin(self, key: bytes) -> Outcome:
+        outcome = Outcome.MISSING
+        for page in self._named(key):
+            outcome = Outcome.ACCEPTED
+            if page.pinned:
+                self._set_pinned(page, False)
+            self._settle(page)
+        return outcome
+
+    def _evict_key(self, key: bytes, tier: TierName | None) -> Outcome:
+        outcomes = [self._evict_page(page, tier) for page in self._named(key)]
+        for outcome in (Outcome.REJECTED, Outcome.DEFERRED, Outcome.ACCEPTED):
+            if outcome in outcomes:
+                return outcome
+        return Outcome.MISSING
+
+    def _evict_page(self, page: Page, tier: TierName | None) -> Outcome:
+        if page.pinned:
+            return Outcome.REJECTED
+        if tier is None:
+            return self._purge(page, "evicted", wipe=False)
+        if tier is TierName.HOST and page.host is not None:
+            if page.host.readers:
+                page.host.leave = True
+                return Outcome.DEFERRED
+            self._host_counters.evicted_pages += 1
+            self._drop_host(page)
+        elif tier is TierName.SSD and page.ssd is not None:
+            if page.ssd.readers:
+                page.ssd.leave = True
+                return Outcome.DEFERRED
+            self._ssd_counters.evicted_pages += 1
+            self._drop_ssd(page)
+        else:
+            return Outcome.MISSING
+        self._lost_if_nowhere(page, "evicted", self._by_request(tier))
+        return Outcome.ACCEPTED
+
+    def _purge(self, page: Page, reason: str, *, wipe: bool) -> Outcome:
+        """Make the page unfindable now; its memory goes when its readers do."""
+        detail = f"{reason} by request at {self._wall()}"
+        write = self._writing.get(page.id)
+        if write is not None and write.page is page:
+            write.wipe = wipe
+        busy = False
+        if page.host is not None:
+            busy |= page.host.readers > 0
+            self._host_counters.evicted_pages += 1
+            self._drop_host(page)
+        if page.ssd is not None:
+            busy |= page.ssd.readers > 0
+            self._ssd_counters.evicted_pages += 1
+            self._drop_ssd(page, wipe=wipe)
+        self._lost_if_nowhere(page, reason, detail)
+        return Outcome.DEFERRED if busy else Outcome.ACCEPTED
+
+    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
+        self._misses.forget_tenant(tenant)
+        self._save_stored()
+        if self._ssd is not None:
+            self._forget = ForgetTenant(tenant)
+        pages = [p for p in self._pages.values() if tenant is None or p.envelope.tenant == tenant]
+        return [(page.envelope.key, self._purge(page, "cleared", wipe=True)) for page in pages]
+
+    def _verify(self, ticket: int, keys: tuple[bytes, ...] | None) -> None:
+        pages = self._pages.values() if keys is None else (p for key in keys for p in self._named(key))
+        job = Job(
+            ticket, keys if keys is not None else tuple(p.envelope.key for p in self._pages.values()), deque()
+        )
+        for page in pages:
+            if page.host is not None:
+                job.todo.append((page.id, TierName.HOST))
+            if page.ssd is not None:
+                job.todo.append((page.id, TierName.SSD))
+        self._jobs.append(job)
+
+    def _pump_checks(self) -> None:
+        while self._jobs:
+            job = self._jobs[0]
+            while job.todo and len(self._checks) < self.limits.verifies:
+                page_id, tier = job.todo.popleft()
+                page = self._pages.get(page_id)
+                copy = None if page is None else page.host if tier is TierName.HOST else page.ssd
+                if page is None or copy is None:
+                    continue
+                copy.readers += 1
+                job.running += 1
+                transfer = self._next_transfer()
+                self._checks[transfer] = Check(job, page, copy)
+                if isinstance(copy, HostCopy):
+                    place, envelope = Place(0, copy.grant.slot), copy.envelope
+                else:
+                    place, envelope = copy.entry.place, copy.entry.envelope
+                self._out.append(VerifyPage(transfer, tier, place, envelope))
+            if job.todo or job.running:
+                return
+            self._jobs.popleft()
+            self._answer(job.ticket, ((key, self._verdict(job, key)) for key in dict.fromkeys(job.keys)))
+
+    def _verified(self, transfer: int, failure: Failure | None, detail: str) -> None:
+        check = self._checks.pop(transfer)
+        page, copy, job = check.page, check.copy, check.job
+        job.running -= 1
+        job.seen.add(page.envelope.key)
+        if failure is not None:
+            job.corrupt.add(page.envelope.key)
+        if isinstance(copy, HostCopy):
+            if failure is not None:
+                self._drop_corrupt(copy, "verification")
+            self._end_read(copy)
+            return
+        if failure is not None and page.ssd is copy:
+            self._ssd_counters.corrupt_pages += failure == "corrupt"
+            self._note(f"page {page.envelope.key.hex()[:16]} is dropped from L4: {detail}")
+            self._drop_ssd(page)
+            self._lost_if_nowhere(page, "corrupt", f"its copy in L4 was {failure} at {self._wall()}")
+        self._end_ssd_read(page, copy)
+
+    def _verdict(self, job: Job, key: bytes) -> Outcome:
+        """ACCEPTED: every copy is whole. CLIPPED: a bad one was dropped, another is whole. MISSING: none is left."""
+        if key not in job.seen or not any(True for _ in self._named(key)):
+            return Outcome.MISSING
+        return Outcome.CLIPPED if key in job.corrupt else Outcome.ACCEPTED
