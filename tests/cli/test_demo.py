@@ -49,7 +49,7 @@ def test_the_demo_shows_hits_in_every_tier_and_stops_everything(environment: dic
     lines = [line.split() for line in out.partition("Hits by tier")[2].splitlines()]
     requests = [line for line in lines if len(line) >= 11 and line[0].isdigit() and line[1].isalpha()]
     hits = {tier: [row[column] for row in requests] for tier, column in (("L1", 3), ("L3", 5), ("L4", 6))}
-    assert len(requests) == 11
+    assert len(requests) == 12
     for tier, column in hits.items():
         assert any(cell.replace(",", "").isdigit() and int(cell.replace(",", "")) > 100 for cell in column), (
             tier

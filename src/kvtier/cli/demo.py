@@ -31,7 +31,8 @@ from kvtier.cluster.leftovers import remove
 from kvtier.workers.model_store import default_cache
 
 _MAX_TOKENS = 32
-# L1 holds about two of the prompts and L3 about three, so a prompt that others have followed must come up from below.
+# L1 holds about two of the prompts and L3 about three, so a prompt that others have followed, and that was used less
+# than theirs, must come up from below.
 _OVERRIDES = (
     "name=demo",
     "grpc.port=0",
@@ -41,8 +42,8 @@ _OVERRIDES = (
 )
 _STORY = (
     ("Nobody has sent this prompt before: all of it is computed.", "AAA"),
-    ("Two other teams send theirs, and the first one sinks out of L1. It comes back from L3.", "BCA"),
-    ("Four more teams: the first prompt sinks out of L3 too. It comes back from L4, the disk.", "DEFGA"),
+    ("Two other teams: what was used most stays, B's prompt sinks out of L1. It comes back from L3.", "BCB"),
+    ("Four more: what was used least sinks out of L3 too. It comes back from L4, the disk.", "DEFGCA"),
 )
 
 
