@@ -25,5 +25,9 @@ class Lfu(RankedCache):
         self._uses = grown(self._uses, pages)
 
     def _ranks(self, order: Pages, use: Use) -> npt.NDArray[np.int64]:
+        return self._by_touch(self._counted(order))
+
+    def _counted(self, order: Pages) -> npt.NDArray[np.int64]:
+        """Uses of each page, this one among them."""
         self._uses[order] += 1
-        return self._by_touch(self._uses[order])
+        return self._uses[order]
