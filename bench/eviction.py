@@ -32,8 +32,8 @@ EVICTED, BATCHES = 2048, 9
 EVICT_US, FLAT = 5.0, 3.0
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
+    "rvi, 8 of 384": lambda n: Rvi(PolicySettings()),
     "rvi, 1 of 64": lambda n: Rvi(PolicySettings(draw=64, per_draw=1)),
-    "rvi, 8 of 384": lambda n: Rvi(PolicySettings(draw=384, per_draw=8)),
     "rvi, 8 of 512": lambda n: Rvi(PolicySettings(draw=512, per_draw=8)),
     "rvi fallen back": lambda n: fallen(n),
     "lru": lambda n: Lru(),

@@ -161,7 +161,7 @@ class CacheConfig(_Section):
 
     policy: Literal["rvi", "score", "lru"] = "rvi"  # which pages leave first, in every tier
     exponent: float = Field(default=0.25, ge=0, le=1)  # of rvi: 0 saves the most pages, 1 the most compute
-    guard: bool = True  # of rvi: go by lru while that hits more
+    guard: bool = True  # of rvi: go by lru while that saves more
     weights: PageWeights = PageWeights()  # of score
     format: CacheFormat = "auto"  # auto: the model's own numbers; all others are quantized
     recent_tokens: int = Field(default=1024, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay, kept in 8 bits

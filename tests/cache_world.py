@@ -517,6 +517,11 @@ class World:
             if self.reads:
                 self.finish_read()
 
+    def finish_writes(self) -> None:
+        """All that the writer has to do."""
+        while self.writer:
+            self.finish_write()
+
     def settle(self) -> None:
         """Workers copy what they get at once, as they promise; the I/O goes on: nobody is left waiting."""
         progress = True

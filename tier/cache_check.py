@@ -71,12 +71,14 @@ class CheckedState(RankedState):
     def _check_readers(self) -> None:
         """Readers are exactly the leases, holds and transfers; only sealed copies have any."""
         readers: Counter[HostCopy | SsdCopy] = Counter()
+        leases: Counter[HostCopy] = Counter()
         holds: Counter[HostCopy] = Counter()
         for worker in self._live():
             assert len(worker.requests) <= self.limits.requests_per_worker
             for request_id, request in worker.requests.items():
                 assert request.request_id == request_id and request.worker is worker and not request.is_over
                 readers.update(request.leases.values())
+                leases.update(request.leases.values())
                 readers.update(request.held.keys())
                 holds.update(request.held.keys())
                 for ref, load in request.waits.items():
@@ -91,7 +93,8 @@ class CheckedState(RankedState):
         assert readers.keys() <= copies, "a reader of what no tier holds"
         for copy in copies:
             assert copy.readers == readers[copy], "readers miscounted"
-            assert not isinstance(copy, HostCopy) or copy.holds == holds[copy]
+            if isinstance(copy, HostCopy):
+                assert copy.holds == holds[copy] and copy.leases == leases[copy]
         assert all(copy.readers for copy in self._leaving)
 
     def _check_transfers(self) -> None:
@@ -100,7 +103,10 @@ class CheckedState(RankedState):
         assert len(self._checks) <= self.limits.verifies
         assert self._read_bytes == sum(load.page.slot_bytes for load in self._reads.values())
         assert self._write_bytes == sum(write.page.slot_bytes for write in self._writes.values())
-        assert len(self._reads) <= 1 or self._read_bytes <= self.max_read_bytes
+        rising = [copy for copy in self._copies.values() if copy.rises]
+        assert self._rising_bytes == sum(copy.page.slot_bytes for copy in rising)
+        assert all(copy.leases for copy in rising), "a page that was copied still rises"
+        assert len(self._reads) <= 1 or self._read_bytes + self._rising_bytes <= self.max_rising_bytes
         assert len(self._writes) <= 1 or self._write_bytes <= self.max_write_bytes
         assert self._queued_bytes == sum(load.page.envelope.payload_bytes for load in self._queue)
         for slot, load in self._arriving.items():

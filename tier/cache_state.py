@@ -87,7 +87,9 @@ class CacheState(Outbox):
         self.limits = limits or Limits()
         # Bytes of slots in flight; one page more than none may always be.
         self.max_write_bytes = min(self.limits.write_bytes, host.capacity_bytes // 2)
-        self.max_read_bytes = host.capacity_bytes // 4
+        # ... on their way up: a sixteenth of L3, of a small one as much as may be read at once, up to a quarter.
+        read_bytes = self.limits.reads * slot_bytes(page_bytes or 1)
+        self.max_rising_bytes = max(host.capacity_bytes // 16, min(read_bytes, host.capacity_bytes // 4))
 
         self._now = now
         self._wall_offset_s = wall_offset_s
@@ -143,6 +145,7 @@ class CacheState(Outbox):
         self._queued_bytes = 0  # payloads of the queued loads
         self._reads: dict[int, Load] = {}
         self._read_bytes = 0  # slots of the reads
+        self._rising_bytes = 0  # slots of the copies that rise
         self._to_write: dict[Page, None] = {}
         self._writes: dict[int, Write] = {}
         self._write_bytes = 0  # slots of the writes
@@ -365,6 +368,14 @@ class CacheState(Outbox):
         else:
             self._settle(page)
 
+    def _end_lease(self, copy: HostCopy) -> None:
+        """A worker has copied the page, or won't."""
+        copy.leases -= 1
+        if copy.rises and not copy.leases:
+            copy.rises = False
+            self._rising_bytes -= copy.page.slot_bytes
+        self._end_read(copy)
+
     def _end_ssd_read(self, page: Page, copy: SsdCopy) -> None:
         copy.readers -= 1
         if copy.readers:
@@ -479,6 +490,7 @@ class CacheState(Outbox):
 
     def _lease(self, request: Request, ref: PageRef, copy: HostCopy, *, from_ssd: bool) -> HostPage:
         copy.readers += 1
+        copy.leases += 1
         request.leases[ref] = copy
         page = copy.envelope
         return HostPage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from kvtier.tier.base import SegmentAllocator
@@ -33,6 +34,7 @@ from kvtier.tier.slots import HostSlots
 PAYLOAD_BYTES = 4096  # of the pages that the Coordinator is told of, which have no bytes
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
 PAGE_TOKENS = 16  # likewise: it never sees a token
+PARTS = 16  # of L3: pages come down one such part at a time, so that each part is ranked before the next needs slots
 SPEC, ROOT, TENANT, CHECKSUM = b"s" * 16, b"r" * 32, b"t" * 16, b"c" * 16
 VARIANT = "bf16"
 ENVELOPE = Envelope(
@@ -51,7 +53,7 @@ class ChainNode:
             incarnation="1",
             host=HostSlots(l3 * SLOT_BYTES, _segment_slots(l3) * SLOT_BYTES),
             ssd=SegmentAllocator(l4 * SLOT_BYTES, _segment_slots(l4) * SLOT_BYTES) if l4 else None,
-            limits=Limits(gone=1, keys_per_locate=1 << 30),
+            limits=Limits(gone=1, keys_per_locate=1 << 30, persist_every=1 << 30),  # nothing is to outlive it
             policy=settings,
             write=write,
             page_bytes=PAYLOAD_BYTES,
@@ -60,11 +62,12 @@ class ChainNode:
         self._costs = costs
         self.now = 0.0  # of all that happens; whoever drives it says so
         self._keys: list[bytes] = []
-        self._reads: list[ReadPage] = []
-        self._writes: list[WritePage] = []
+        self._reads: deque[ReadPage] = deque()
+        self._writes: deque[WritePage] = deque()
         self._up: list[PageRef] = []  # pages that are leased and not yet copied
         self._located = Located("", 0, [], [], None)
         self._grants: list[Grant] = []
+        self._part = max(1, l3 // PARTS)
         self._refs = [WorkerRef(f"w{number}", "1") for number in range(workers)]
         for ref in self._refs:
             sizes = {SPEC: PAYLOAD_BYTES}
@@ -79,10 +82,10 @@ class ChainNode:
         self._say(worker, Locate("r", ROOT, TENANT, PAGE_TOKENS, first, end, [chain], 0.0))
         located = self._located
         self._up += [page.page for page in located.host]
-        while self._up:
-            up, self._up = self._up, []
-            self._say(worker, Copied("r", up, 0, 0.0))
-            self._settle()
+        self._copy(worker)
+        while self._reads or self._writes:
+            self._end_one()
+            self._copy(worker)
         return len(located.host), len(located.loading)
 
     def finished(self, worker: int, ids: Sequence[int], use: Use) -> None:
@@ -104,26 +107,28 @@ class ChainNode:
         self._say(worker, message)
         self._settle()
 
-    def bring_down(self, worker: int, pages: Sequence[tuple[int, int | None, int]]) -> int:
-        """Store pages (number, its parent's, depth) in L3, in this order; for how many there was no slot."""
-        left = list(pages)
-        while left:
-            self._say(worker, WantSlots(len(left), PAYLOAD_BYTES))
+    def bring_down(self, worker: int, pages: Sequence[tuple[int, int | None, int]]) -> None:
+        """Store pages (number, its parent's, depth) in L3, in this order."""
+        done = 0
+        while done < len(pages):
+            self._say(worker, WantSlots(min(self._part, len(pages) - done), PAYLOAD_BYTES))
             self._settle()
-            if not self._grants:
-                self._say(worker, WantSlots(0, PAYLOAD_BYTES))
-                return len(left)
             grants, self._grants = self._grants, []
-            batch, left = left[: len(grants)], left[len(grants) :]
-            stored = [self._stored(grant, *page) for grant, page in zip(grants, batch, strict=True)]
-            self._say(worker, Stored(stored))
+            assert grants, "L3 has no slot, though nothing is in flight"
+            part = pages[done : done + len(grants)]
+            self._say(worker, Stored([self._stored(*one) for one in zip(grants, part, strict=True)]))
             self._settle()
-        return 0
+            done += len(grants)
 
     def numbers(self) -> set[int]:
         """The pages that L3 or L4 holds."""
         pages = self.coordinator.pages(None, None, 1 << 60, self.now)
         return {int.from_bytes(bytes.fromhex(page.key), "little") for page in pages}
+
+    def check(self) -> None:
+        """The Coordinator's tables agree, and it waits for nothing."""
+        self.coordinator.check()
+        assert self.coordinator.is_idle and not (self._up or self._grants)
 
     def _keys_of(self, ids: Sequence[int]) -> list[bytes]:
         keys = self._keys
@@ -131,7 +136,8 @@ class ChainNode:
             keys.append(number.to_bytes(32, "little"))
         return [keys[number] for number in ids]
 
-    def _stored(self, grant: Grant, number: int, parent: int | None, depth: int) -> StoredPage:
+    def _stored(self, grant: Grant, page: tuple[int, int | None, int]) -> StoredPage:
+        number, parent, depth = page
         above = ROOT if parent is None else self._keys[parent]
         return StoredPage(
             grant,
@@ -177,11 +183,21 @@ class ChainNode:
     def _settle(self) -> None:
         """All I/O ends."""
         while self._reads or self._writes:
-            if self._reads:
-                self._tell(ReadDone(self._reads.pop(0).transfer, ENVELOPE))
-            else:
-                self.written_pages += 1
-                self._tell(WriteDone(self._writes.pop(0).transfer))
+            self._end_one()
+
+    def _end_one(self) -> None:
+        """The read that was asked for first ends, or the write."""
+        if self._reads:
+            self._tell(ReadDone(self._reads.popleft().transfer, ENVELOPE))
+        else:
+            self.written_pages += 1
+            self._tell(WriteDone(self._writes.popleft().transfer))
+
+    def _copy(self, worker: int) -> None:
+        """The worker copies what is leased to it, before anything else goes on."""
+        if self._up:
+            up, self._up = self._up, []
+            self._say(worker, Copied("r", up, 0, 0.0))
 
 
 def _segment_slots(pages: int) -> int:

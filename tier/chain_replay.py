@@ -33,7 +33,6 @@ class ChainTotals:
     recompute_all_s: float = 0.0
     ssd_writes: int = 0  # pages written to L4
     moved: int = 0  # pages, up or down, between any two tiers
-    lost: int = 0  # pages for which L3 had no slot
 
     @property
     def time_saved(self) -> float:
@@ -105,7 +104,7 @@ class ChainModel:
         self._upper.use(worker, ids, use, now)
         self._node.finished(worker, ids, use)
         gone, down = self._upper.lower(worker, now)
-        self.totals.lost += self._node.bring_down(worker, [(n, *self._parents[n]) for n in gone])
+        self._node.bring_down(worker, [(n, *self._parents[n]) for n in gone])
         self._computed += len(ids) - hits
         written = self._node.written_pages - self.totals.ssd_writes
         self.totals.ssd_writes += written
@@ -115,7 +114,7 @@ class ChainModel:
     def check(self) -> None:
         """All tables agree."""
         self._upper.check()
-        self._node.coordinator.check()
+        self._node.check()
 
     def _route(self, ids: list[int]) -> int:
         """The worker whose L1 has the longest prefix; they take turns where several have it."""

@@ -82,6 +82,10 @@ class Coordinator(Verbs):
     segments that can become such. What is there goes by itself: it is evictable, being written, or leased to a copy
     that the worker makes at once. So a load finds a slot sooner or later, however long the queue; where what lasts was
     there before its size came into use and leaves nothing, it fails.
+
+    Pages on their way up, from the start of their read until they are copied, take a bounded part of L3, so that a long
+    prompt doesn't push out what others have there. While that part is full, pages are read one at a time: those leased
+    may be a worker's that has stopped, and others wait.
     """
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -354,7 +358,7 @@ class Coordinator(Verbs):
         request.leases = {}
         self._located(worker, message, self._find(worker, message), request)
         for copy in before:
-            self._end_read(copy)
+            self._end_lease(copy)
         self._forget_if_over(request)
         if len(self._touched) >= self.limits.persist_every:
             self._persist_uses()
@@ -470,7 +474,7 @@ class Coordinator(Verbs):
                     self._drop_corrupt(copy, "a worker's read")
                 elif self._demotes:
                     self._taken_up(copy.page, worker)
-                self._end_read(copy)
+                self._end_lease(copy)
         self._forget_if_over(request)
         self._host_counters.bytes_out += message.nbytes
         self._copy_time.copied(message.nbytes, message.seconds)
@@ -495,7 +499,7 @@ class Coordinator(Verbs):
     def _release(self, request: Request, from_page: int) -> None:
         self._end_waits(request, from_page)
         for ref in [ref for ref in request.leases if ref[1] >= from_page]:
-            self._end_read(request.leases.pop(ref))
+            self._end_lease(request.leases.pop(ref))
         if from_page <= 0:
             for copy in request.held:
                 copy.holds -= 1
@@ -559,6 +563,9 @@ class Coordinator(Verbs):
                 page.leaving = Leaving.SINKS
             copy = self._arrive(page, grant, load.source.entry.envelope)
             self._serve_waiters(page, copy, from_ssd=True)
+            if copy.leases:
+                copy.rises = True
+                self._rising_bytes += page.slot_bytes
         else:
             self._slots.free(grant.slot)
         self._end_ssd_read(page, load.source)

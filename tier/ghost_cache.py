@@ -6,7 +6,7 @@ Chains are kept as runs of pages that were always used together, so a request co
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -81,7 +81,7 @@ class GhostCache:
     def request(self, pages: Pages, use: Use, now: float) -> int:
         if len(pages) == 0:
             return 0
-        self._reserve(int(pages.max()))
+        self._reserve(int(np.maximum.reduce(pages)))
         path, known = self._path(pages)
         hits = self._hits(path)
         if path:
@@ -89,7 +89,7 @@ class GhostCache:
             self._revive(path)
         if known < len(pages):
             self._insert(path, pages[known:], known, now)
-        use = replace(use, pages=len(pages), new_pages=len(pages) - hits)
+        use = _of_chain(use, len(pages), len(pages) - hits)
         self._release(path, use, now)
         self.policy.observe(pages.tolist(), use, now)
         self._join(path, pages)
@@ -318,3 +318,9 @@ class GhostCache:
         self.ghost_pages -= len(run)
         self._row_of[run.pages] = UNKNOWN
         self.policy.forget(run.row)
+
+
+def _of_chain(use: Use, pages: int, new_pages: int) -> Use:
+    """The use with both counts: every request comes here, and `dataclasses.replace` is slow."""
+    told = use.output_tokens, use.kind, use.turn, use.session, use.closed, use.open
+    return Use(pages, new_pages, *told)

@@ -45,7 +45,9 @@ class HostCopy:
     grant: Grant
     envelope: Envelope  # of these bytes: a page computed twice may have other bytes in L4
     readers: int = 0  # leases, holds, and transfers that read it
-    holds: int = 0  # those of the readers that are preempted requests
+    leases: int = 0  # those of the readers that are workers about to copy it
+    holds: int = 0  # ... that are preempted requests
+    rises: bool = False  # it came from L4 for its leases, and one of them still stands
     leave: bool = False  # to be dropped when the readers are gone
 
 

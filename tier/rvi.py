@@ -308,8 +308,7 @@ class Rvi(RunTable):
         rate *= scale
         if self.costs.page_s and (self._exponent or load_s):
             effort *= self.costs.page_s
-            effort -= load_s
-            rate *= self._gain(effort)
+            rate *= self._gain(effort - load_s) if load_s else effort**self._exponent
         return rate
 
     def value(self, row: Row, now: float, load_s: float = 0.0) -> float:

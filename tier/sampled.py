@@ -1,11 +1,12 @@
 """Candidates of which a few are looked at, at random, and the worst of those leave. Pure.
 
 Random draws need no order kept, so a touch costs nothing and an eviction the same at any number of candidates. Redis
-evicts keys so; with 64 drawn the loss against a full order is a few thousandths of the hits.
+evicts keys so; with 8 of 384 drawn the loss against a full order is a few thousandths of the hits.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
@@ -43,22 +44,23 @@ class Sampled(Candidates):
         self._scores, self._rng = scores, rng
         self._draw, self._per_draw = draw, per_draw
         self._size = 0
-        self._members = np.zeros(256, np.int64)
-        self._place = np.full(256, ABSENT, np.int64)  # by row
+        # arrays, for numpy is slower at one item; those longer are new ones, as views of the old may be in use
+        self._members = array("q", [ABSENT]) * 256
+        self._place = array("q", [ABSENT]) * 256  # by row
         self._dead: list[Row] = []  # candidates nobody will use again, and stale entries
 
     def __len__(self) -> int:
         return self._size
 
     def __contains__(self, row: Row) -> bool:
-        return row < len(self._place) and self._place.item(row) >= 0
+        return row < len(self._place) and self._place[row] >= 0
 
     def add(self, row: Row) -> None:
         assert row not in self
         if row >= len(self._place):
-            self._place = _longer(self._place, row + 1)
+            self._place += array("q", [ABSENT]) * max(row + 1 - len(self._place), len(self._place))
         if self._size == len(self._members):
-            self._members = _longer(self._members, self._size + 1)
+            self._members = self._members * 2
         self._members[self._size] = row
         self._place[row] = self._size
         self._size += 1
@@ -66,17 +68,17 @@ class Sampled(Candidates):
             self._dead.append(row)
 
     def discard(self, row: Row) -> None:
-        place = self._place.item(row) if row < len(self._place) else ABSENT
+        place = self._place[row] if row < len(self._place) else ABSENT
         if place >= 0:
             self._size -= 1
-            last = self._members.item(self._size)
+            last = self._members[self._size]
             self._members[place] = last
             self._place[last] = place
             self._place[row] = ABSENT
 
     def members(self) -> Rows:
         """All rows, in no order; good until the set changes."""
-        return self._members[: self._size]
+        return np.frombuffer(self._members, np.int64, self._size)
 
     def died(self, rows: Iterable[Row]) -> None:
         """Nobody will use these runs again: those of them that are in leave first."""
@@ -99,10 +101,11 @@ class Sampled(Candidates):
 
     def _worst_of_all(self, pages: int, now: float) -> list[Victim]:
         """The last pages of the worst run, and of others of the worst sixteenth as far as they are needed."""
-        members = self._members[: self._size]
-        order = self._scores.worth(members, now, self.load_s).argsort(kind="stable")
+        members = self.members()
+        worth, few = self._scores.worth(members, now, self.load_s), max(1, self._size // FEW)
+        worst = worth.argpartition(few - 1)[:few]
         found: list[Victim] = []
-        for row in members[order[: max(1, self._size // FEW)]].tolist():
+        for row in members.take(worst.take(worth.take(worst).argsort(kind="stable"))).tolist():
             found.append(Victim(row, min(pages, self._scores.tail_pages(row))))
             pages -= found[-1].pages
             if pages == 0:
@@ -114,21 +117,14 @@ class Sampled(Candidates):
         each = min(self._per_draw, pages)
         most = max(1, min(LANES // self._draw, self._size // (FEW * each)))
         draws = min(-(-pages // each), most)
-        members = self._members[self._rng.integers(0, self._size, (draws, self._draw))]
-        worth = self._scores.worth(members.ravel(), now, self.load_s).reshape(draws, self._draw)
-        if each == 1:
-            worst = members[np.arange(draws), worth.argmin(axis=1)]
-        else:
-            lowest = worth.argpartition(each - 1, axis=1)[:, :each]
-            worst = np.take_along_axis(members, lowest, axis=1).ravel()[:pages]
-        return self._one_page_each(worst.tolist())
+        members = self.members().take(self._rng.integers(0, self._size, draws * self._draw))
+        worth = self._scores.worth(members, now, self.load_s).reshape(draws, self._draw)
+        lowest = worth.argpartition(each - 1, axis=1)[:, :each]
+        lowest += np.arange(0, len(members), self._draw)[:, None]
+        return self._one_page_each(members.take(lowest.ravel()[:pages]).tolist())
 
     def _one_page_each(self, rows: list[Row]) -> list[Victim]:
         if len(set(rows)) == len(rows):
             return [Victim(row, 1) for row in rows]
-        return [Victim(row, min(n, self._scores.run_pages(row))) for row, n in Counter(rows).items()]
-
-
-def _longer(array: npt.NDArray[np.int64], least: int) -> npt.NDArray[np.int64]:
-    more = np.full(max(least, 2 * len(array)) - len(array), ABSENT, np.int64)
-    return np.concatenate([array, more])
+        times = Counter(rows).items()
+        return [Victim(row, n if n == 1 else min(n, self._scores.run_pages(row))) for row, n in times]

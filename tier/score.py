@@ -76,9 +76,9 @@ class PolicySettings:
 
     name: str = "rvi"  # rvi, score or lru
     exponent: float = 0.25  # of rvi: 0 saves the most pages, 1 the most prefill compute
-    guard: bool = True  # of rvi: go by lru while that hits more
-    draw: int = 64  # of rvi: candidates looked at at once
-    per_draw: int = 1  # of them that leave
+    guard: bool = True  # of rvi: go by lru while that saves more
+    draw: int = 384  # of rvi: candidates looked at at once
+    per_draw: int = 8  # of them that leave
     ghosts: float = 16.0  # of rvi: evicted pages remembered, in capacities
     weights: ScoreWeights = ScoreWeights()
     seed: int = 0
@@ -195,6 +195,10 @@ class Policy(ABC):
         """What keeping the run's last page is worth, per byte; what is worth least leaves first."""
 
     @abstractmethod
+    def is_dead(self, row: Row) -> bool:
+        """Whether only a closed session has used the run: nobody will use it again."""
+
+    @abstractmethod
     def describe(self, row: Row, now: float) -> str:
         """The policy and the score of a run's last page, for `explain`: "lru, score = idle 1.2 s"."""
 
@@ -271,6 +275,9 @@ class Lru(Policy):
 
     def value(self, row: Row, now: float, load_s: float = 0.0) -> float:
         return self._runs[row].last_use
+
+    def is_dead(self, row: Row) -> bool:
+        return self._runs[row].last_use == GONE
 
     def describe(self, row: Row, now: float) -> str:
         last_use = self._runs[row].last_use

@@ -16,10 +16,11 @@ class RankedState(CacheState):
     """A CacheState that knows which page leaves first."""
 
     def _leave(self, page: Page) -> None:
-        """A page's turn to leave L3 has come: it sinks, or goes if that isn't worth it."""
+        """A page's turn to leave L3 has come: it sinks, or goes if that isn't worth it, however much room L4 has."""
         page.leaving = Leaving.SINKS
         if page.ssd is None:
-            self._sink(page)
+            if not self._policy.is_dead(page.row):
+                self._sink(page)
             if page not in self._to_write:
                 self._give_up(page)
         self._settle(page)
@@ -102,8 +103,8 @@ class RankedState(CacheState):
         return min(room, self._slots.room_to_last(size, self._sizes, len(self._pins_to_come)))
 
     def _may_read(self, page: Page) -> bool:
-        """May one more page be on its way up?"""
-        fits = self._read_bytes + page.slot_bytes <= self.max_read_bytes
+        """May one more page be on its way up? Those that have come and aren't copied still are."""
+        fits = self._read_bytes + self._rising_bytes + page.slot_bytes <= self.max_rising_bytes
         return not self._reads or (len(self._reads) < self.limits.reads and fits)
 
     def _host_victim(self, order: Order[Page]) -> Page | None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.tier.chain_node import ChainNode
 from kvtier.tier.chain_replay import ChainModel
+from kvtier.tier.page import TierName
 from kvtier.tier.score import Costs, Kind, PolicySettings, Use
 
 LRU = PolicySettings(name="lru")
@@ -40,9 +42,38 @@ def test_a_page_is_found_in_the_tier_that_it_sank_to(
     assert model.totals.hits == {"L1": 4, "L2": 0, "L3": 0, "L4": 0}
     assert model.request(chain_of((0, 4)), USE, 21.0) == 4
 
-    assert model.totals.hits["L4"] == 4 and model.totals.lost == 0 and model.evicted_pages == 0
+    assert model.totals.hits["L4"] == 4 and model.evicted_pages == 0
     assert 0 < model.totals.ssd_writes <= 48 and model.totals.moved > 48
     model.check()
+
+
+@pytest.mark.parametrize("policy", [LRU, RVI], ids=["lru", "rvi"])
+def test_prompts_longer_than_l3_lose_no_page_on_their_way(policy: PolicySettings) -> None:
+    model = ChainModel(tiers(16, 8, 12, 256), policy)
+    for n in range(9):
+        hits = model.request(chain_of((1000 * (n % 3), 60)), USE, float(n))
+        model.check()
+        assert hits == (0 if n < 3 else 60)
+
+    assert model.evicted_pages == 0
+    assert model.totals.hits["L4"] >= 6 * (60 - 16 - 8 - 12)
+
+
+def test_what_comes_up_from_l4_leaves_the_rest_of_l3_alone() -> None:
+    node = ChainNode(LRU, "demote", 64, 512, 1, Costs(1.0, 64.0))
+    long, resident = list(range(200)), list(range(200, 260))
+    for node.now, ids in enumerate((long, resident)):
+        assert node.take_up(0, 0, ids) == (0, 0)
+        above = [None, *ids]
+        node.bring_down(0, [(ids[depth], above[depth], depth) for depth in reversed(range(len(ids)))])
+        node.check()
+
+    from_l3, from_l4 = node.take_up(0, 0, long[:100])
+    assert from_l3 + from_l4 == 100 and from_l4 >= 90
+    node.check()
+
+    from_l3, from_l4 = node.take_up(0, 0, resident)
+    assert from_l3 + from_l4 == 60 and from_l3 >= 60 - 17
 
 
 def test_time_saved_is_what_hits_save_less_what_loads_take() -> None:
@@ -71,7 +102,9 @@ def test_what_nobody_will_use_again_is_hardly_written_when_pages_are_demoted(pol
         for model in (through, demote):
             model.request(pages, use, float(n))
 
-    assert demote.totals.ssd_writes < 0.7 * through.totals.ssd_writes
+    assert demote.totals.ssd_writes < 0.6 * through.totals.ssd_writes
+    in_l4 = demote._node.coordinator.pages(None, TierName.SSD, 1 << 60, 150.0)
+    assert in_l4 and all(int.from_bytes(bytes.fromhex(page.key), "little") < 1000 for page in in_l4)
     assert sum(demote.totals.hits.values()) >= sum(through.totals.hits.values())
 
 

@@ -128,6 +128,98 @@ def test_a_chain_of_fifty_pages_comes_up_through_two_free_slots() -> None:
     assert world.node.is_idle
 
 
+def world_full_above_l4(path: str, num_slots: int, write: WriteMode) -> tuple[World, SimWorker]:
+    """A world whose L3 is full of another chain, of "b"; `path` is in L4 alone."""
+    before, _ = world_with(path, num_slots=num_slots, ssd_slots=4 * num_slots)
+    catalogue = list(before.catalogue.values())
+    world = World(num_slots, 4 * num_slots, recovered=catalogue, disk=before.disk, write=write)
+    worker = world.connect()
+    stored, others = 0, "b" * num_slots
+    while stored < num_slots:
+        world.want(worker, num_slots - stored)
+        stored += world.store(worker, TENANT, others[: stored + len(worker.grants)], first=stored)
+        world.finish_writes()
+    return world, worker
+
+
+@pytest.mark.parametrize("write", ["through", "demote"])
+def test_what_is_on_its_way_up_takes_a_bounded_part_of_l3_until_it_is_copied(write: WriteMode) -> None:
+    path = "a" * 60
+    world, worker = world_full_above_l4(path, 64, write)
+
+    world.locate(worker, "r", TENANT, path)
+    world.finish_writes()
+    assert len(world.reads) == 16
+    while len(worker.leases["r"]) < 24:
+        world.finish_read()
+        world.finish_writes()
+        assert len(world.reads) == max(1, 16 - len(worker.leases["r"]))  # one at a time for others' sake
+
+    world.copied(worker, "r", list(worker.leases["r"]))
+    world.finish_writes()
+    assert len(world.reads) == 16
+    world.settle()
+    assert world.node.is_idle
+
+
+def test_that_part_is_a_share_of_a_large_l3() -> None:
+    path = "a" * 40
+    world, worker = world_full_above_l4(path, 320, "through")
+
+    world.locate(worker, "r", TENANT, path)
+    while len(worker.leases["r"]) < 20:
+        assert len(world.reads) == min(16, 20 - len(worker.leases["r"]))
+        world.finish_read()
+
+    assert len(world.reads) == 1
+
+
+def test_a_long_prompt_that_is_copied_as_it_comes_leaves_the_others_in_l3() -> None:
+    path = "a" * 60
+    world, worker = world_full_above_l4(path, 64, "demote")
+    world.locate(worker, "r", TENANT, path)
+    world.finish_writes()
+
+    while world.reads:
+        before = len(world.reads)
+        world.finish_read()
+        ((page, lease),) = worker.leases["r"].items()
+        world.copied(worker, "r", [page])
+        if len(world.reads) == before:
+            assert (
+                world.reads[-1].slot == lease.grant.slot
+            )  # what was taken up makes room for what comes next
+
+    others = set(chain_keys(TENANT, "b" * 64))
+    assert not worker.coming["r"]
+    assert len({key for key, _ in world.held(TierName.HOST)} & others) >= 64 - 17
+
+
+def test_a_page_is_on_its_way_up_until_all_have_copied_it() -> None:
+    path = "a" * 60
+    world, worker = world_full_above_l4(path, 64, "demote")
+    other = world.connect("w1")
+    world.locate(worker, "r", TENANT, path)
+    world.locate(other, "r", TENANT, path[:1])
+    world.finish_writes()
+    for _ in range(16):
+        world.finish_read()
+    assert len(worker.leases["r"]) == 16 and len(world.reads) == 1
+
+    world.release(worker, "r", 1)
+    world.locate(worker, "s", TENANT, path)  # finds in L3 what has come
+    for request in "rs":
+        world.copied(worker, request, [0])
+    world.finish_writes()
+    assert len(world.reads) == 15  # the first page is leased to the other yet
+    world.die(other)
+    world.finish_writes()
+    assert len(world.reads) == 16
+
+    world.settle()
+    assert world.node.is_idle
+
+
 def test_pages_come_up_while_every_slot_is_held_that_may_be() -> None:
     world, worker = world_with("abcd", num_slots=8, ssd_slots=32)
     evict_all(world, "abcd", TierName.HOST)

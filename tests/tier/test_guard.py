@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.guard import SHARED_BY, WINDOW, Guarded, PageNames, Stems
-from kvtier.tier.score import GONE, Kind, Lru, PolicySettings, Use
+from kvtier.tier.guard import SHARED_BY, WINDOW, Guarded, PageNames, Stems, head_weight
+from kvtier.tier.score import GONE, Costs, Kind, Lru, PolicySettings, Use
 
 requests = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=60
@@ -59,7 +61,7 @@ def sessions(cache: GhostCache, coming: Kind, start: int, count: int) -> None:
 
 
 def test_it_falls_back_where_what_was_learned_turns_false_and_comes_back() -> None:
-    guarded = Guarded(PolicySettings(draw=16), 48)
+    guarded = Guarded(PolicySettings(draw=16, per_draw=1), 48)
     cache = GhostCache(guarded, 48)
 
     sessions(cache, Kind.TOOL, 0, 3000)
@@ -74,6 +76,42 @@ def test_it_falls_back_where_what_was_learned_turns_false_and_comes_back() -> No
     assert first == (False, 0)
     assert fallen == (True, 1, "rvi, lru for now")
     assert not guarded.by_lru
+
+
+def looked_at(exponent: float, lru: int, rvi: int, looks: int = 2, page_s: float = 0.02) -> bool:
+    """Whether it goes by LRU when of chains of 300 pages LRU hits so many pages, and RVI of every tenth chain so many."""
+    guarded = Guarded(PolicySettings(exponent=exponent), 48)
+    guarded.costs = Costs(page_s, double_pages=64)
+    for ghost, hits in zip(guarded._ghosts, (lambda n: lru, lambda n: rvi * (n % 10 == 0)), strict=True):
+        asked = itertools.count()
+        ghost.request = lambda *_, asked=asked, hits=hits: hits(next(asked))  # type: ignore[method-assign]
+    for number in range(looks * WINDOW):
+        guarded.observe(range(300), Use(300, 300), float(number))
+    return guarded.by_lru
+
+
+def test_a_hit_counts_by_what_rvi_is_asked_to_save() -> None:
+    """Few deep hits against more shallow ones: .067 of all pages against .1, and .101 of the compute against .039."""
+    assert looked_at(0.0, lru=30, rvi=200)
+    assert not looked_at(1.0, lru=30, rvi=200)
+    assert looked_at(1.0, lru=30, rvi=200, page_s=0.0)  # not measured: all pages are alike
+    assert looked_at(1.0, lru=90, rvi=200)
+
+
+def test_one_look_alone_changes_nothing() -> None:
+    assert not looked_at(0.0, lru=30, rvi=0, looks=1)
+    assert looked_at(0.0, lru=30, rvi=0, looks=2)
+
+
+@given(st.integers(0, 2000), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(1.0, 1e9))
+def test_the_weight_of_a_head_is_the_sum_over_its_pages(pages: int, exponent: float, double: float) -> None:
+    costs = Costs(0.02, double)
+
+    summed = sum((costs.recompute_s(depth) / costs.page_s) ** exponent for depth in range(pages))
+
+    assert head_weight(pages, exponent, costs) == pytest.approx(
+        summed, rel=1e-2 if 0 < exponent < 1 else 1e-5
+    )
 
 
 def test_while_lru_chooses_the_value_is_the_last_use() -> None:

@@ -128,7 +128,10 @@ def test_nothing_but_what_has_happened_is_learned_from() -> None:
 
 
 def test_one_seed_gives_one_result() -> None:
-    runs = [replay(Rvi(PolicySettings(seed=3, draw=4)), 20, np.random.default_rng(5), 600) for _ in range(2)]
+    runs = [
+        replay(Rvi(PolicySettings(seed=3, draw=4, per_draw=1)), 20, np.random.default_rng(5), 600)
+        for _ in range(2)
+    ]
 
     assert runs[0] == runs[1]
 

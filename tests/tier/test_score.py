@@ -128,7 +128,7 @@ requests = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans
 def test_every_policy_keeps_to_the_capacity_and_to_whole_prefixes(
     asked: list[tuple[int, int, bool]], capacity: int, name: str
 ) -> None:
-    cache = GhostCache(make_policy(PolicySettings(name=name, draw=4), capacity), capacity)
+    cache = GhostCache(make_policy(PolicySettings(name=name, draw=4, per_draw=1), capacity), capacity)
 
     for now, (stem, length, closed) in enumerate(asked):
         pages = np.append(stem * 100 + np.arange(length), 400 + stem * 20 + length)
