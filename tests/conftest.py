@@ -6,7 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is, and nothing else.
+hypothesis.settings.register_profile(
+    "kvtier", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("kvtier")
 
 # Two cores: the tests' own torch must not spin threads against the services they start.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
