@@ -13,7 +13,7 @@ from kvtier.tier.ranking import Order
 from kvtier.tier.records import HostRank, Leaving, Page, SsdCopy, SsdRank, Write
 from kvtier.tier.room import HostRoom
 
-READY_SHARE = 32  # one slot in so many of a size is kept free, or ready to be
+READY_SHARE = 128  # one slot in so many of a size is kept free, or ready to be
 SPARE_SHARE = 32  # copies in L4 are few that are at most one in so many
 SPARE = (SsdRank.SPENT, SsdRank.SPARE)
 
