@@ -39,7 +39,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.fixture(scope="module")
 def roomy(tiny_llama: Path) -> Slowed:
     """A runner with more L1 than any test here fills; its arena is used by one worker after the other."""
-    return tiny_runner(tiny_llama, 256)
+    return tiny_runner(tiny_llama, 1024)
 
 
 @pytest.fixture(scope="module")
