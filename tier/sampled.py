@@ -44,7 +44,7 @@ class Sampled(Candidates):
         self._scores, self._rng = scores, rng
         self._draw, self._per_draw = draw, per_draw
         self._size = 0
-        # arrays, for numpy is slower at one item; those longer are new ones, as views of the old may be in use
+        # Arrays, for numpy is slower at one item. Longer members are a new array: views of the old may be in use.
         self._members = array("q", [ABSENT]) * 256
         self._place = array("q", [ABSENT]) * 256  # by row
         self._dead: list[Row] = []  # candidates nobody will use again, and stale entries
