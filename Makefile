@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 
-.PHONY: help setup test lint aot demo serve bench figures clean
+.PHONY: help setup test lint chaos aot demo serve bench figures clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,15 @@ lint: setup  ## ruff (style, imports, format) and mypy (strict)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+CHAOS_SEED ?=
+CHAOS_ROUNDS ?= 3
+CHAOS_MINUTES ?= 60
+CHAOS_REPORT ?=
+
+chaos: setup  ## every fault that one machine can show, at random moments; CHAOS_SEED=, CHAOS_ROUNDS=, CHAOS_MINUTES=, CHAOS_REPORT=docs/faults.md
+	@$(PY) tests/chaos/chaos_run.py --rounds $(CHAOS_ROUNDS) --minutes $(CHAOS_MINUTES) \
+		$(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(if $(CHAOS_REPORT),--report $(CHAOS_REPORT))
 
 aot: setup  ## compile every GPU kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU; fails on spills and slower loops
 	@$(PY) -m kvtier.kernels.aot

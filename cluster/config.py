@@ -5,21 +5,22 @@ Each field says what it does and what more and less of it mean; `kvtier up --set
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from kvtier.cluster.config_nodes import (
+    NodesConfig,
+    RayConfig,
+    RoutingConfig,
+    TransferConfig,
+    WorkerConfig,
+    check_nodes,
+    check_weights,
+)
+from kvtier.cluster.config_values import Bytes, Section
 from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
 
 CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
@@ -32,43 +33,13 @@ _L4_FORMATS: dict[str, tuple[str, ...]] = {
     "fp8": ("int4c",),
     "int8": ("int4c",),
 }
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 class ConfigError(ValueError):
     """A configuration that can't be used; the message names the key, the value and what would be right."""
 
 
-def parse_bytes(value: Any) -> Any:
-    """Sizes are integers in bytes, or text such as 512MiB or 2GB."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.match(value)
-    if not match:
-        raise ValueError(f"not a size in bytes (say 512MiB, 2GB or 1048576): {value!r}")
-    unit = (match.group(2) or "").upper().removesuffix("B")
-    return int(float(match.group(1)) * _UNITS[unit])
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model is served."""
 
     path: str = (
@@ -94,31 +65,40 @@ class ModelConfig(_Section):
         return self
 
 
-class L1Config(_Section):
+class L1Config(Section):
     """The arena of each worker, in its HBM (in RAM without a GPU)."""
 
     bytes: Bytes = Field(default=512 * 2**20, gt=0)
 
 
-class L3Config(_Section):
+class L2Config(Section):
+    """Frames of a worker's arena that it doesn't need now hold pages of the other workers of its node."""
+
+    share: float = Field(default=0.5, ge=0, le=1)  # of each arena, at most; 0 turns the tier off
+
+
+class L3Config(Section):
     """The node's slab of pinned shared memory; 0 turns the tier off, but for a small staging slab if L4 is on."""
 
     bytes: Bytes = Field(default=1024 * 2**20, ge=0)
 
 
-class L4Config(_Section):
+class L4Config(Section):
     """The node's pages on SSD; 0 bytes turns the tier off."""
 
-    path: str = ""  # folder; default: a folder of this deployment's name under the user's cache folder
+    # Each node takes a subfolder of its own, by its id; default: a folder of this deployment's name under the user's
+    # cache folder.
+    path: str = ""
     bytes: Bytes = Field(default=4 * 2**30, ge=0)  # budget of all files, free pages included
     store: Literal["slab", "lmdb"] = "slab"  # page bytes in O_DIRECT slab files, or as LMDB values
     format: L4Format = ""  # pages are kept here in this format only; "": as they are above
 
 
-class TiersConfig(_Section):
+class TiersConfig(Section):
     """Sizes of the tiers. Larger tiers hold more prefixes; each is bounded by its bytes."""
 
     l1: L1Config = L1Config()
+    l2: L2Config = L2Config()
     l3: L3Config = L3Config()
     l4: L4Config = L4Config()
     write: Literal["through", "demote"] = (
@@ -126,37 +106,23 @@ class TiersConfig(_Section):
     )
 
 
-class _Weights(_Section):
-    """Of the terms of a score, each term from 0 to 1; what scores lowest goes first. Below 0 a term is turned round."""
+class PageWeights(Section):
+    """Of the terms of a cached page's score, each term from 0 to 1; what scores lowest goes first.
 
-    recency: float
-    memory: float
-    remaining: float
-
-    @model_validator(mode="after")
-    def _some_term_counts(self) -> Self:
-        if self.recency == self.memory == self.remaining == 0:
-            raise ValueError("one of recency, memory and remaining must not be 0, got three zeros")
-        return self
-
-
-class PageWeights(_Weights):
-    """Of cached pages."""
+    Below 0 a term is turned round.
+    """
 
     recency: float = Field(default=0.5, ge=-1, le=1)  # used a short time ago
     memory: float = Field(default=0.2, ge=-1, le=1)  # of a long prefix
     remaining: float = Field(default=0.3, ge=-1, le=1)  # given a long answer
 
-
-class RequestWeights(_Weights):
-    """Of running requests."""
-
-    recency: float = Field(default=0.2, ge=-1, le=1)  # got a token a short time ago
-    memory: float = Field(default=-0.2, ge=-1, le=1)  # has many pages
-    remaining: float = Field(default=-0.6, ge=-1, le=1)  # expects many tokens yet
+    @model_validator(mode="after")
+    def _some_term_counts(self) -> Self:
+        check_weights(self.recency, self.memory, self.remaining)
+        return self
 
 
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """How pages are stored, used and evicted; `format`, its numbers and `epoch` are part of their identity."""
 
     policy: Literal["rvi", "score", "lru"] = "rvi"  # which pages leave first, in every tier
@@ -171,22 +137,7 @@ class CacheConfig(_Section):
     load_deadline_ms: float = Field(default=2000.0, gt=0)  # a load that takes longer loses to recompute
 
 
-class WorkerConfig(_Section):
-    """The decode workers of a node."""
-
-    count: int = Field(default=1, ge=1)
-    threads: int = Field(default=0, ge=0)  # 0: the physical cores, shared out among the workers
-    max_batch_tokens: int = Field(
-        default=2048, ge=16
-    )  # of one step: more is faster prefill, less is smoother decode
-    max_sequences: int = Field(default=64, ge=1)  # running at once
-    max_waiting: int = Field(
-        default=1024, ge=1
-    )  # requests in the queue; more are refused with RESOURCE_EXHAUSTED
-    preemption: RequestWeights = RequestWeights()  # of the score by which a running request makes room
-
-
-class TLSConfig(_Section):
+class TLSConfig(Section):
     """PEM files; with `client_ca` clients must show a certificate it signed."""
 
     cert: str
@@ -194,7 +145,7 @@ class TLSConfig(_Section):
     client_ca: str = ""
 
 
-class GrpcConfig(_Section):
+class GrpcConfig(Section):
     """Where the gateway listens."""
 
     host: str = "127.0.0.1"
@@ -203,7 +154,7 @@ class GrpcConfig(_Section):
     tls: TLSConfig | None = None
 
 
-class TenantConfig(_Section):
+class TenantConfig(Section):
     """A tenant: its pages are never found by another. Changing `salt` makes its cached pages unfindable."""
 
     name: str = Field(min_length=1, max_length=128)
@@ -211,13 +162,7 @@ class TenantConfig(_Section):
     share: float = Field(default=1.0, gt=0, le=1)  # of each tier, at most; past it its own pages make room
 
 
-class RayConfig(_Section):
-    """The Ray cluster: `local` starts one on this machine, an address joins one."""
-
-    address: str = "local"
-
-
-class Config(_Section):
+class Config(Section):
     """A whole deployment."""
 
     name: str = Field(default="kvtier", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -227,8 +172,11 @@ class Config(_Section):
     tiers: TiersConfig = TiersConfig()
     cache: CacheConfig = CacheConfig()
     worker: WorkerConfig = WorkerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    transfer: TransferConfig = TransferConfig()
     grpc: GrpcConfig = GrpcConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
+    nodes: NodesConfig = NodesConfig()
     ray: RayConfig = RayConfig()
 
     @field_validator("page_tokens")
@@ -268,6 +216,11 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nodes_can_be_had(self) -> Self:
+        check_nodes(self.nodes, self.ray, self.worker, self.transfer)
+        return self
+
 
 def _l4_sentence(cache: str, l4: str) -> str:
     fitting = _L4_FORMATS.get(cache, ())
@@ -277,22 +230,42 @@ def _l4_sentence(cache: str, l4: str) -> str:
 
 def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:
     """Read a YAML file (None: the defaults) and apply `key.path=value` overrides; ConfigError names what is wrong."""
-    try:
-        data: Any = yaml.safe_load(path.read_text()) if path else {}
-    except OSError as error:
-        raise ConfigError(f"can't read config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {path} is no YAML: {error}") from error
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"config {path} must be a mapping of sections, got {type(data).__name__}")
+    data = _read(path) if path else {}
     for override in overrides:
         _apply(data, override)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        documents: list[Any] = list(yaml.safe_load_all(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"can't read config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is no YAML: {error}") from error
+    data = documents[0] if documents and documents[0] is not None else {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config {path} must be a mapping of sections, got {type(data).__name__}")
+    if instead := _instead(path, data):
+        raise ConfigError(instead)
+    if len(documents) > 1:
+        raise ConfigError(f"config {path} must be one YAML document, got {len(documents)}")
+    return data
+
+
+def _instead(path: Path, data: dict[str, Any]) -> str:
+    """What to do with a file that starts what kvtier runs on, and isn't kvtier's own; "" for any other."""
+    if "provider" in data and "cluster_name" in data:
+        return (
+            f"{path} is for Ray's cluster launcher: run `ray up {path}`, then on its head node "
+            "`kvtier up cluster/h200.yaml --address auto`"
+        )
+    if "apiVersion" in data and "kind" in data:
+        return f"{path} is for Kubernetes, and starts kvtier too: run `kubectl apply -f {path}`"
+    return ""
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import grpc
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from kvtier.cluster.config import GrpcConfig, TenantConfig
+from kvtier.cluster.gateway_ask import Silence, within
+from kvtier.cluster.gateway_attach import CONNECT_S, Attachments
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
-from kvtier.cluster.gateway_core import GatewayCore, Outcomes, OwnerDown, Tenant
+from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster.gateway_holders import Holders
 from kvtier.cluster.gateway_outputs import OutputReceiver
+from kvtier.cluster.gateway_ports import HEALTH_S, HEALTHY, UNHEALTHY, Outcomes, OwnerDown, Tenant
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError, GatewayServer
+from kvtier.cluster.gateway_status import Condition
+from kvtier.cluster.routing import Held, Policy
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import PageInfo
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
-from kvtier.workers.api import EngineRequest, Explanation, WorkerInfo
+from kvtier.workers.api import EngineRequest, Explanation, WorkerInfo, WorkerStopped
 from kvtier.workers.model_text import Text, TextError
 
-CONNECT_S = 30.0  # for workers to open their output connections
+log = logging.getLogger(__name__)
 
 
 class GatewayActor:
     """The one door of a deployment. An async actor: all its state belongs to its event loop.
 
     `start` is called once, when workers and nodes are ready; `stop` before they go. It must run as an async Ray actor
-    (`Gateway`), on the node whose address clients use.
+    (`Gateway`), on the node whose address clients use. Where it dies, a new one is started alike, on the same port: the
+    workers end what the old one asked for. Who comes back is told by `attach_worker`, `attach_node`, `attach_exchange`.
     """
 
     def __init__(
@@ -47,10 +56,13 @@ class GatewayActor:
         max_sequences: int,
         window: int = 0,
         sinks: int = 0,
+        routing: Policy = "prefix",
+        workers: int = 0,
     ) -> None:
         """`max_sequences`: of one worker, running and waiting together; more are refused.
 
-        `window` and `sinks` are those of requests that set none; 0: the model's own attention.
+        `window` and `sinks` are those of requests that set none; 0: the model's own attention. `routing` is how workers
+        are chosen, `workers` how many there may be, whoever of them lives at the start.
         """
         self._model_name = model_name
         self._grpc_config = grpc_config
@@ -58,6 +70,8 @@ class GatewayActor:
         self._max_sequences = max_sequences
         self._window = window
         self._sinks = sinks
+        self._routing: Policy = routing
+        self._worker_count = workers
         self._text: Text | None = None
         self._text_error: TextError | None = None  # raised by `start`: what a constructor raises, Ray wraps
         try:
@@ -65,29 +79,102 @@ class GatewayActor:
         except TextError as error:
             self._text_error = error
         self._endpoint = ""
+        self._since_s = 0.0
+        self._directory: RayDirectory | None = None
         self._core: GatewayCore
         self._cache: CacheVerbs
         self._receiver: OutputReceiver
+        self._attachments: Attachments
         self._server: GatewayServer
 
-    async def start(self, workers: Sequence[ActorHandle[Any]], nodes: Sequence[ActorHandle[Any]]) -> str:
-        """Connect to everything and listen; returns HOST:PORT. Raises GatewayError."""
+    async def start(
+        self,
+        workers: Sequence[ActorHandle[Any]],
+        nodes: Sequence[ActorHandle[Any]],
+        directory: ActorHandle[Any] | None = None,
+        exchanges: Sequence[ActorHandle[Any]] = (),
+    ) -> str:
+        """Connect to everything and listen; returns HOST:PORT. Raises GatewayError.
+
+        Workers that are dead, or silent, are left out until they are attached. `directory` is asked who holds a prompt's pages;
+        `exchanges` are the nodes' (PageExchange), which workers are told of that go on where another one prefilled.
+        """
         if self._text_error is not None:
             raise GatewayError(str(self._text_error))
-        infos: list[WorkerInfo] = list(await asyncio.gather(*(handle.info.remote() for handle in workers)))
+        ports = list(map(RayWorker, workers))
+        there, silent = await _living(ports)
+        infos = [info for info, _ in there]
         check_agreement(infos, self._text)
-        ports = [RayWorker(handle, info.worker_id) for handle, info in zip(workers, infos, strict=True)]
+        self._directory = None if directory is None else RayDirectory(directory)
+        loop = asyncio.get_running_loop()
         self._core = GatewayCore(
-            zip(infos, ports, strict=True), self._text, self._tenants, self._max_sequences, self._window
+            there,
+            self._text,
+            self._tenants,
+            self._max_sequences,
+            self._window,
+            holders=None if self._directory is None else Holders(self._directory, loop.time),
+            policy=self._routing,
         )
         self._cache = CacheVerbs(self._core, await asyncio.gather(*map(_node, nodes)), self._tenants)
-        await self._connect_outputs(infos, workers)
-        self._server = GatewayServer(
-            self._core, self._cache, self.status, self._grpc_config, len(infos) * self._max_sequences
-        )
+        await asyncio.gather(*map(self._attach_if_living, exchanges))
+        await self._connect_outputs({info.worker_id: port for info, port in there})
+        for port in silent:
+            self._attachments.look_for(port)
+        calls = max(len(workers), self._worker_count) * self._max_sequences
+        self._server = GatewayServer(self._core, self._cache, self.status, self._grpc_config, calls)
         self._endpoint = await self._server.start()
+        self._since_s = time.time()
         gc.freeze()  # what was loaded stays: collections need not look at it
         return self._endpoint
+
+    async def attach_worker(self, handle: ActorHandle[Any]) -> str:
+        """A worker is there, new or started anew: it takes requests from now on. Its id. Raises GatewayError."""
+        return await self._attachments.attach(RayWorker(handle))
+
+    async def detach_worker(self, worker_id: str) -> bool:
+        """A worker takes no more requests; those that it has go on at others. Whether it was there."""
+        return self._attachments.detach(worker_id)
+
+    async def attach_exchange(self, handle: ActorHandle[Any]) -> None:
+        """A node's exchange is there, new or started anew, maybe at another address. Raises GatewayError."""
+        try:
+            info: dict[str, Any] = await within(CONNECT_S, handle.info.remote())
+        except RayActorError as error:
+            raise GatewayError("the exchange to attach is dead: start it first") from error
+        except Silence as silence:
+            raise GatewayError(f"the exchange to attach {silence}: try again") from silence
+        self._core.addresses[info["node_id"]] = info["address"]
+
+    async def detach_exchange(self, node_id: str) -> None:
+        """A node's exchange is gone: nobody is told of its address any more, until one is attached."""
+        if self._endpoint:
+            self._core.addresses.pop(node_id, None)
+
+    async def _attach_if_living(self, exchange: ActorHandle[Any]) -> None:
+        try:
+            await self.attach_exchange(exchange)
+        except GatewayError as error:
+            log.warning("the gateway starts without an exchange, which costs hints: %s", error)
+
+    async def attach_node(self, handle: ActorHandle[Any]) -> None:
+        """A node is there, new or started anew. Raises GatewayError."""
+        try:
+            self._cache.attach_node(await _node(handle))
+        except RayActorError as error:
+            raise GatewayError("the node to attach is dead: start it first") from error
+
+    async def _connect_outputs(self, workers: Mapping[str, RayWorker]) -> None:
+        self._receiver = OutputReceiver(
+            (), self._core.on_outputs, lambda worker_id, reason: self._attachments.lost(worker_id, reason)
+        )
+        address = await self._receiver.start(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+        def check(info: WorkerInfo) -> None:
+            check_agreement([self._core.info, info], self._text)
+
+        self._attachments = Attachments(self._core, self._receiver, address, check)
+        await self._attachments.connect(workers)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give those in flight `grace_s`, cancel the rest, and close."""
@@ -96,6 +183,7 @@ class GatewayActor:
         self._core.stop()
         await self._server.stop(grace_s)
         await self._core.settle()
+        self._attachments.close()
         self._receiver.close()
         self._core.close()
 
@@ -123,20 +211,9 @@ class GatewayActor:
             version=version("kvtier"),
             gateway_pid=os.getpid(),
             in_flight=self._core.in_flight,
+            since=self._since_s,
+            directory=await self._directory.status() if self._directory else None,
         )
-
-    async def _connect_outputs(
-        self, infos: Sequence[WorkerInfo], workers: Sequence[ActorHandle[Any]]
-    ) -> None:
-        worker_ids = [info.worker_id for info in infos]
-        self._receiver = OutputReceiver(worker_ids, self._core.on_outputs, self._core.lose_worker)
-        address = await self._receiver.start(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        secret = self._receiver.secret
-        await asyncio.gather(*(handle.connect_gateway.remote(address, secret) for handle in workers))
-        try:
-            await self._receiver.wait_complete(CONNECT_S)
-        except TimeoutError as error:
-            raise GatewayError(str(error)) from error
 
 
 Gateway = ray.remote(num_cpus=0)(GatewayActor)
@@ -177,6 +254,8 @@ class RayOwner:
         except RayActorError as error:
             raise OwnerDown(f"{self._name}'s process ended") from error
         except RayTaskError as error:
+            if isinstance(error.cause, WorkerStopped):
+                raise OwnerDown(f"{self._name} takes nothing more: {error.cause}") from error
             raise error.cause from None  # as it was raised there, without Ray's traceback in its text
 
     async def health(self) -> str | None:
@@ -221,7 +300,18 @@ class RayOwner:
 
 
 class RayWorker(RayOwner):
-    """A decode worker."""
+    """A decode worker; "a worker" until it has said which."""
+
+    def __init__(self, handle: ActorHandle[Any]) -> None:
+        super().__init__(handle, "a worker")
+
+    async def info(self) -> WorkerInfo:
+        info: WorkerInfo = await self._call("info")
+        self._name = info.worker_id
+        return info
+
+    async def connect_gateway(self, address: str, secret: bytes) -> None:
+        await self._call("connect_gateway", address, secret)
 
     async def submit(self, request: EngineRequest) -> None:
         await self._call("submit", request)
@@ -247,6 +337,65 @@ class RayNode(RayOwner):
         return pid
 
 
+class RayDirectory:
+    """The directory of who holds which pages."""
+
+    def __init__(self, handle: ActorHandle[Any]) -> None:
+        self._handle = handle
+        self._pid = 0
+        self._condition = Condition(time.time())
+
+    async def status(self) -> inference_pb2.DirectoryStatus:
+        """As `kvtier status` shows it."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                asked = self._handle.info.remote(), self._handle.stats.remote()
+                answers: list[Any] = await asyncio.gather(*asked)
+        except (RayError, TimeoutError) as error:
+            why = f"it does not answer: {type(error).__name__}"
+            since = self._condition.is_now(UNHEALTHY, time.time())
+            return inference_pb2.DirectoryStatus(pid=self._pid, health=UNHEALTHY, detail=why, since=since)
+        info, stats = answers
+        if info["pid"] != self._pid:  # another life of it
+            self._pid, self._condition = info["pid"], Condition(time.time())
+        return inference_pb2.DirectoryStatus(
+            pid=self._pid,
+            health=HEALTHY,
+            since=self._condition.is_now(HEALTHY, time.time()),
+            entries=stats.entries,
+            holders=len(stats.holders),
+            nbytes=stats.nbytes,
+        )
+
+    async def lookup(self, keys: bytes) -> list[Held]:
+        """Holders of a prompt's pages. Raises OwnerDown when it can't say."""
+        try:
+            found = await self._handle.lookup.remote(keys)
+        except RayError as error:
+            raise OwnerDown(f"the directory does not answer: {type(error).__name__}") from error
+        return [Held(one.node_id, one.worker_id, one.tier, one.address, one.pages) for one in found]
+
+
+async def _living(workers: Sequence[RayWorker]) -> tuple[list[tuple[WorkerInfo, RayWorker]], list[RayWorker]]:
+    """Those that say what they are, and those that may live and don't. Raises GatewayError when there is none to begin with."""
+    answers = list(zip(await asyncio.gather(*map(_info, workers)), workers, strict=True))
+    there = [(info, port) for info, port in answers if isinstance(info, WorkerInfo)]
+    if not there:
+        raise GatewayError("no worker lives, or none answers: start one first")
+    return there, [port for info, port in answers if isinstance(info, Silence)]
+
+
+async def _info(worker: RayWorker) -> WorkerInfo | Silence | None:
+    """None: it is dead."""
+    try:
+        return await within(CONNECT_S, worker.info())
+    except (OwnerDown, Refusal, Silence) as error:
+        log.error("the gateway starts without a worker: %s", error)
+        if isinstance(error, OwnerDown):
+            return None
+        return error if isinstance(error, Silence) else Silence(CONNECT_S)
+
+
 async def _node(handle: ActorHandle[Any]) -> Node:
     info = await handle.info.remote()
-    return Node(info["id"], info["pid"], RayNode(handle, info["id"]))
+    return Node(info["id"], info["pid"], RayNode(handle, info["id"]), info.get("host", ""))

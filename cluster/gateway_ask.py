@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from kvtier.cluster.gateway_core import OwnerDown
+from kvtier.cluster.gateway_ports import OwnerDown
 from kvtier.cluster.gateway_requests import Refusal
 
 T = TypeVar("T")

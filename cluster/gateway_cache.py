@@ -6,10 +6,12 @@ import asyncio
 import bisect
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import grpc
@@ -17,22 +19,23 @@ import numpy as np
 
 from kvtier.cluster import gateway_record
 from kvtier.cluster.gateway_ask import Call, Silence, answers_of, within
-from kvtier.cluster.gateway_core import (
+from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster.gateway_ports import (
     DEAD,
     HEALTH_S,
     HEALTHY,
     UNHEALTHY,
-    GatewayCore,
     NodePort,
     Outcomes,
     OwnerDown,
     OwnerPort,
     Tenant,
-    Worker,
     asked_health,
 )
 from kvtier.cluster.gateway_requests import Refusal, invalid
-from kvtier.cluster.gateway_streams import usage_message
+from kvtier.cluster.gateway_status import Condition
+from kvtier.cluster.gateway_streams import Attempt, usage_message
+from kvtier.cluster.gateway_workers import Worker
 from kvtier.proto import cache_pb2, inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
@@ -40,6 +43,7 @@ from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import Ledger, to_json
+from kvtier.workers.api import Explanation
 
 MIN_KEY_DIGITS = 4
 KEY_DIGITS = 64
@@ -68,10 +72,12 @@ _TIER_ORDER = {tier.value: position for position, tier in enumerate(TierName)}
 class Node:
     """A CacheNode as the gateway sees it."""
 
-    def __init__(self, node_id: str, pid: int, port: NodePort) -> None:
+    def __init__(self, node_id: str, pid: int, port: NodePort, host: str = "") -> None:
         self.node_id = node_id
         self.pid = pid
         self.port = port
+        self.host = host
+        self.condition = Condition(time.time())
         self.down: str | None = None  # why it is gone
 
     def lose(self, reason: str) -> None:
@@ -79,6 +85,7 @@ class Node:
         if self.down is None:
             log.error("node %s is down: %s", self.node_id, reason)
             self.down = reason
+            self.condition.is_now(DEAD, time.time())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class CacheVerbs:
         self._salts = dict(salts)
         self._names = {tenant_digest(name).hex(): name for name in salts}
         self._ledger = Ledger()
+        self._counted: dict[str, Worker] = {}  # the life of each worker that the ledger has a snapshot of
         self._counting = asyncio.Lock()  # snapshots are recorded in the order in which they are made
 
     async def stats(self) -> cache_pb2.StatsReply:
@@ -106,8 +114,12 @@ class CacheVerbs:
         every living owner answers: without one of them the sum would be too small.
         """
         async with self._counting:
+            self._lose_replaced()
+            there = dict(self._core.workers)
             for owner_id, snapshot in await self._ask(lambda port: port.stats()):
                 self._ledger.record(owner_id, snapshot)
+                if owner_id in there:
+                    self._counted[owner_id] = there[owner_id]
             for owner_id in self._lost():
                 self._ledger.lose(owner_id)
             totals = to_json(self._ledger.total())
@@ -149,39 +161,44 @@ class CacheVerbs:
         return reply
 
     async def explain(self, message: cache_pb2.ExplainRequest) -> cache_pb2.ExplainReply:
-        """What the worker that ran a request remembers of it."""
-        silent = ""
-        for worker in self._living_workers():
-            try:
-                explanation = await within(ASK_S, worker.port.explain(message.request_id))
-            except OwnerDown as error:
-                self._core.lose_worker(worker.info.worker_id, str(error))
-                continue
-            except Silence as silence:
-                silent = f"{worker.info.worker_id} {silence}"
-                continue
-            if explanation is None:
-                continue
-            reply = cache_pb2.ExplainReply(
-                request_id=explanation.request_id,
-                tenant=explanation.tenant,
-                worker=explanation.worker_id,
-                prompt_tokens=explanation.prompt_tokens,
-                preemptions=explanation.preemptions,
-            )
-            if explanation.usage is not None:
-                reply.usage.CopyFrom(usage_message(explanation.usage, explanation.usage.completion_tokens))
-            for note in explanation.notes:
-                reply.notes.add(
-                    start=note.start, end=note.end, tier=note.tier, reason=note.reason, detail=note.detail
-                )
-            return reply
+        """What a worker that ran a request remembers of it, the first one if it can, and how it went on elsewhere."""
+        attempts = self._core.attempts(message.request_id)
+        # Else a gateway before this one may have had it: workers find it by the client's id.
+        names = [attempt.request_id for attempt in attempts] or [message.request_id]
+        silent: list[str] = []
+        for name in names:
+            explanation = await self._explained(name, silent)
+            if explanation is not None:
+                return _explain_reply(message.request_id, explanation, attempts)
         if silent:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, silent)
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "; ".join(dict.fromkeys(silent)))
         raise Refusal(
             grpc.StatusCode.NOT_FOUND,
             f"no worker remembers request {message.request_id!r}: only the latest ones are kept",
         )
+
+    async def _explained(self, name: str, silent: list[str]) -> Explanation | None:
+        """What any worker remembers of a request that had this name there; who doesn't answer goes into `silent`."""
+        for worker in self._living_workers():
+            try:
+                explanation = await within(ASK_S, worker.port.explain(name))
+            except OwnerDown as error:
+                self._core.lose(worker, str(error))
+            except Silence as silence:
+                silent.append(f"{worker.info.worker_id} {silence}")
+            except Refusal as refusal:
+                silent.append(refusal.message)
+            else:
+                if explanation is not None:
+                    return explanation
+        return None
+
+    def _lose_replaced(self) -> None:
+        """Of a worker that was taken out or started anew, what it counted before stays in the sum."""
+        for worker_id, worker in list(self._counted.items()):
+            if self._core.workers.get(worker_id) is not worker:
+                self._ledger.lose(worker_id)
+                del self._counted[worker_id]
 
     async def list_pages(self, message: cache_pb2.ListPagesRequest) -> cache_pb2.ListPagesReply:
         """Copies of pages, those of the highest tier first."""
@@ -228,6 +245,8 @@ class CacheVerbs:
         """Drop and wipe all pages of a tenant, or of all."""
         tenant = self._tenant(message.tenant)
         answers = await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
+        # Once more: a node may have fetched pages from one that was not yet cleared.
+        await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
         return _exceptions(answers)
 
     async def verify(self, message: cache_pb2.KeysRequest) -> cache_pb2.OutcomesReply:
@@ -275,6 +294,13 @@ class CacheVerbs:
         wanted = {*message.nodes, *message.workers}
         return [owner for owner in owners if owner.owner_id in wanted]
 
+    def attach_node(self, node: Node) -> None:
+        """It is there, new or started anew."""
+        self.nodes = sorted(
+            [node, *(other for other in self.nodes if other.node_id != node.node_id)],
+            key=lambda one: (len(one.node_id), one.node_id),  # node-9 before node-10
+        )
+
     async def node_statuses(self) -> list[inference_pb2.NodeStatus]:
         """Nodes as `kvtier status` shows them; asks each whether it lives."""
         return list(await asyncio.gather(*(self._node_status(node) for node in self.nodes)))
@@ -291,7 +317,14 @@ class CacheVerbs:
             except (OwnerDown, Refusal, Silence) as error:  # since it said that it is well
                 health, detail = UNHEALTHY, str(error)
         return inference_pb2.NodeStatus(
-            id=node.node_id, pid=node.pid, health=health, detail=detail, notes=notes
+            id=node.node_id,
+            pid=node.pid,
+            health=health,
+            detail=detail,
+            notes=notes,
+            host=node.host,
+            since=node.condition.is_now(health, time.time()),
+            exchange=self._core.addresses.get(node.node_id, ""),
         )
 
     # ---- helpers -------------------------------------------------------------------------------------------------
@@ -318,7 +351,7 @@ class CacheVerbs:
         if isinstance(tenant, bytes):
             return nodes
         workers = [
-            _Owner(worker.info.worker_id, worker.port, partial(self._core.lose_worker, worker.info.worker_id))
+            _Owner(worker.info.worker_id, worker.port, partial(self._core.lose, worker))
             for worker in self._living_workers()
         ]
         return workers + nodes
@@ -407,6 +440,29 @@ def merged_outcome(outcomes: Iterable[Outcome]) -> Outcome:
     if seen == {Outcome.ACCEPTED, Outcome.DEFERRED}:
         return Outcome.DEFERRED
     return Outcome.CLIPPED
+
+
+def _explain_reply(
+    request_id: str, explanation: Explanation, attempts: Sequence[Attempt]
+) -> cache_pb2.ExplainReply:
+    reply = cache_pb2.ExplainReply(
+        request_id=request_id,
+        tenant=explanation.tenant,
+        worker=explanation.worker_id,
+        prompt_tokens=explanation.prompt_tokens,
+        preemptions=explanation.preemptions,
+    )
+    if explanation.usage is not None:
+        reply.usage.CopyFrom(usage_message(explanation.usage, explanation.usage.completion_tokens))
+    for note in explanation.notes:
+        reply.notes.add(
+            start=note.start, end=note.end, tier=note.tier, reason=note.reason, detail=note.detail
+        )
+    for before, after in pairwise(attempts):
+        reply.moves.add(
+            worker=after.worker_id, tokens=after.given, reason=f"{before.worker_id} {before.left}"
+        )
+    return reply
 
 
 def _by_key(answers: Iterable[tuple[str, Outcomes]]) -> dict[str, dict[str, Outcome]]:

@@ -1,4 +1,4 @@
-"""The gateway's requests in flight: admits them, hands them to workers, and brings the workers' outputs back.
+"""How requests come in: checked, tokenized, sent to where their pages are. gateway_flights.py has them from there on.
 
 Everything here runs on one event loop, so nothing needs a lock. Workers are behind `WorkerPort`; that they are Ray
 actors is known to gateway.py alone.
@@ -7,16 +7,18 @@ actors is known to gateway.py alone.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 import grpc
+import numpy as np
 
 from kvtier.cluster.config import MAX_STREAM_TOKENS
+from kvtier.cluster.gateway_flights import LAST_WORD_S, Flights
+from kvtier.cluster.gateway_holders import Holders
+from kvtier.cluster.gateway_ports import WorkerPort
 from kvtier.cluster.gateway_requests import (
     DEFAULT_TENANT,
     Limit,
@@ -31,98 +33,22 @@ from kvtier.cluster.gateway_requests import (
 )
 from kvtier.cluster.gateway_signals import signals
 from kvtier.cluster.gateway_streams import Stream
+from kvtier.cluster.routing import Held, Policy
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import Outcome, PageInfo
-from kvtier.tier.identity import tenant_salt
-from kvtier.tier.page import TierName
-from kvtier.tier.recorder import RecordingStatus
-from kvtier.tier.stats import Snapshot
-from kvtier.workers.api import EngineRequest, Explanation, Output, QueueFull, WorkerInfo
+from kvtier.tier.identity import page_keys, root_key, tenant_salt
+from kvtier.tier.page import PageKey
+from kvtier.workers.api import EngineRequest, WorkerInfo
 from kvtier.workers.model_text import Text
 
-log = logging.getLogger(__name__)
-
-THREADED_PROMPT = 4096  # tokenizing more takes milliseconds that running streams would feel
-LAST_WORD_S = 10.0  # a worker that doesn't end a cancelled request in this time is not waited for
-WORKER_ROLE = "decode"
-HEALTH_S = 5.0  # an owner that doesn't answer in this time is not well
-HEALTHY, UNHEALTHY, DEAD = "healthy", "unhealthy", "dead"
-Outcomes = list[tuple[bytes, Outcome]]
-Tenant = str | bytes | None  # by name; by digest where the configuration doesn't know it; None: all
+# Tokenizing more, or hashing so many tokens, takes milliseconds that running streams would feel.
+THREADED_PROMPT = 4096
 
 
-class OwnerDown(Exception):
-    """A worker or node is gone for good; the message says how that is known."""
-
-
-class OwnerPort(Protocol):
-    """What the Cache verbs call of each that holds pages. All raise OwnerDown. Only nodes are asked by digest.
-
-    `health` is None when all is well, else what isn't. `record` raises RecordingError, and see recorder.file_of;
-    `stop_recording` is None where nothing was recorded.
-    """
-
-    async def health(self) -> str | None: ...
-    async def stats(self) -> Snapshot: ...
-    async def pages(self, tenant: Tenant, tier: TierName | None, limit: int) -> list[PageInfo]: ...
-    async def pin(self, keys: list[bytes]) -> Outcomes: ...
-    async def unpin(self, keys: list[bytes]) -> Outcomes: ...
-    async def evict(self, keys: list[bytes], tier: TierName | None) -> Outcomes: ...
-    async def clear(self, tenant: Tenant) -> Outcomes: ...
-    async def verify(self, keys: list[bytes] | None) -> Outcomes: ...
-    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus: ...
-    async def stop_recording(self) -> RecordingStatus | None: ...
-
-
-async def asked_health(port: OwnerPort) -> tuple[str, str]:
-    """An owner's health by its own word, and what is wrong with it."""
-    try:
-        async with asyncio.timeout(HEALTH_S):
-            wrong = await port.health()
-    except OwnerDown as error:
-        return DEAD, str(error)
-    except Refusal as refusal:
-        return UNHEALTHY, refusal.message
-    except TimeoutError:
-        return UNHEALTHY, f"it does not answer within {HEALTH_S:g} s"
-    return (HEALTHY, "") if wrong is None else (UNHEALTHY, wrong)
-
-
-class NodePort(OwnerPort, Protocol):
-    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now."""
-
-    async def notes(self) -> list[str]: ...
-    async def pid(self) -> int: ...
-
-
-class WorkerPort(OwnerPort, Protocol):
-    """A decode worker. `submit` raises ValueError for a request it can't take, QueueFull, and RuntimeError once it
-    takes no more. A request that is cancelled `is_stopped` has given its whole answer, which a stop string ended.
-    """
-
-    async def submit(self, request: EngineRequest) -> None: ...
-    async def cancel(self, request_id: str, is_stopped: bool) -> None: ...
-    async def explain(self, request_id: str) -> Explanation | None: ...
-
-
-class Worker:
-    """A worker as the gateway sees it."""
-
-    def __init__(self, info: WorkerInfo, port: WorkerPort) -> None:
-        self.info = info
-        self.port = port
-        self.streams: dict[str, Stream] = {}  # by request id, until it has said its last word on them
-        self.sequences = 0  # of these streams
-        self.down: str | None = None  # why it is gone
-        self.chosen = 0  # number of the last choice that fell on it
-
-
-class GatewayCore:
+class GatewayCore(Flights):
     """Requests in flight. Owned by the event loop it is used on.
 
-    Bounds: at most `max_sequences` sequences per worker are in flight; each holds at most its max_tokens of output, and
-    those of a request gateway_streams.MAX_UNREAD_TOKENS together. A request id is taken until its call has ended and
-    its worker has said its last word on it.
+    Each holds at most its max_tokens of output, and at most gateway_streams.MAX_UNREAD_TOKENS that its client hasn't
+    read; see Flights for how many there are.
     """
 
     def __init__(
@@ -132,61 +58,36 @@ class GatewayCore:
         tenants: Mapping[str, str],
         max_sequences: int,
         window: int = 0,
+        *,
+        holders: Holders | None = None,
+        policy: Policy = "prefix",
     ) -> None:
-        """`tenants` maps names to the secrets of the configuration; `window` is that of requests that set none, or 0."""
-        self.workers = {info.worker_id: Worker(info, port) for info, port in workers}
-        if not self.workers:
-            raise ValueError("a gateway needs at least one worker")
-        self.info = next(iter(self.workers.values())).info
-        # Of a sequence, prompt and output: any worker must be able to hold it.
-        self.max_context = min(worker.info.max_context for worker in self.workers.values())
+        """`tenants` maps names to the secrets of the configuration; `window` is that of requests that set none, or 0.
+
+        `holders` is where to ask for a prompt's pages, `policy` how workers are chosen.
+        """
+        super().__init__(workers, max_sequences, policy)
         self.text = text
         self.tenants = frozenset(tenants)
+        self._holders = holders
+        self._root = root_key(self.info.root_fields)
         self._salts = {name: tenant_salt(name, secret) for name, secret in tenants.items()}
-        self._max_sequences = max_sequences
         self._window = window
-        self._streams: dict[str, Stream] = {}
-        self._choices = 0
         self._is_stopping = False
-        self._tasks: set[asyncio.Task[None]] = set()  # cancellations under way, at most one per stream
-        self.unhealthy = asyncio.Event()  # no worker is left
-        self._tokenizers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     @property
-    def in_flight(self) -> int:
-        """Requests whose call or whose work has not ended."""
-        return len(self._streams)
+    def max_context(self) -> int:
+        """Of a sequence, prompt and output: any worker must be able to hold it."""
+        return min((worker.info.max_context for worker in self._workers), default=self.info.max_context)
 
     def stop(self) -> None:
         """Admit no more."""
         self._is_stopping = True
 
-    async def settle(self) -> None:
-        """Until the cancellations under way are done, which each have a time limit."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
     def close(self) -> None:
         """Let the threads go."""
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
-
-    async def worker_statuses(self) -> list[inference_pb2.WorkerStatus]:
-        """Workers as `kvtier status` shows them; asks each how it is."""
-        return list(await asyncio.gather(*(self._worker_status(worker) for worker in self.workers.values())))
-
-    async def _worker_status(self, worker: Worker) -> inference_pb2.WorkerStatus:
-        health, detail = (DEAD, worker.down) if worker.down is not None else await asked_health(worker.port)
-        if health == DEAD:
-            self.lose_worker(worker.info.worker_id, detail)
-        return inference_pb2.WorkerStatus(
-            id=worker.info.worker_id,
-            node=worker.info.node_id,
-            pid=worker.info.pid,
-            role=WORKER_ROLE,
-            health=health,
-            detail=detail,
-            in_flight=len(worker.streams),
-        )
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- a client's side ---------------------------------------------------------------------------------------
 
@@ -195,15 +96,13 @@ class GatewayCore:
     ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
         """A request's chunks. Raises Refusal; closing the iterator, or cancelling its task, cancels the request."""
         stream = await self._admit(message)
-        submitted = asyncio.ensure_future(self._submit(stream))
         try:
-            await asyncio.shield(submitted)
             while not stream.is_drained:
                 await self._wait(stream)
                 for chunk in stream.drain():
                     yield chunk
         finally:
-            self._let_go(stream, submitted)
+            self._let_go(stream)
 
     async def _wait(self, stream: Stream) -> None:
         if not stream.is_complete or stream.is_over_at_worker:
@@ -227,7 +126,7 @@ class GatewayCore:
         if prompt_size(message) < THREADED_PROMPT:
             return prompt_ids(message, self.text, *limits)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizers, prompt_ids, message, self.text, *limits)
+        return await loop.run_in_executor(self._threads, prompt_ids, message, self.text, *limits)
 
     def tenant(self, name: str) -> str:
         """The tenant a message names. Raises Refusal for an unknown one."""
@@ -268,129 +167,27 @@ class GatewayCore:
             expected_output_tokens=told.expected_output_tokens,
             tool_stop_ids=self.text.tool_stop_ids if self.text else (),
         )
+        held = await self._held(request)
         self._check_unused(request_id)  # again: another may have taken it while this prompt was read
-        worker = self._pick(message.worker, sampling.n)
-        stream = Stream(request, worker.info.worker_id, self.text, stops, self.info.eos_ids)
-        self._streams[request_id] = worker.streams[request_id] = stream
-        worker.sequences += sampling.n
+        stream = Stream(request, self.text, stops, self.info.eos_ids)
+        self._place(stream, held, wanted=message.worker)
+        self._streams[request_id] = stream
         return stream
 
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._streams:
-            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, f"request {request_id!r} is in flight")
+    async def _held(self, request: EngineRequest) -> list[Held]:
+        """Who holds pages of a prompt, as far as the directory knows them by the keys of plain requests."""
+        is_plain = request.use_cache and not (request.window or self._window or request.lossy)
+        if self._holders is None or not is_plain or len(self._workers) < 2:
+            return []
+        held = await self._holders.lookup(await self._keys(request))
+        for one in held:
+            if one.address:
+                self.addresses[one.node_id] = one.address
+        return held
 
-    def _pick(self, wanted: str, sequences: int) -> Worker:
-        """The worker asked for, or the one with the fewest sequences in flight, in turn among equals."""
-        if wanted:
-            candidates = [self._named(wanted)]
-        else:
-            candidates = [worker for worker in self.workers.values() if worker.down is None]
-        if not candidates:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "no worker is healthy")
-        best = min(candidates, key=lambda worker: (worker.sequences, worker.chosen))
-        if best.sequences + sequences > self._max_sequences:
-            raise Refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"worker {best.info.worker_id} has {best.sequences} sequences in flight, at most {self._max_sequences} "
-                "are taken: try again later",
-            )
-        self._choices += 1
-        best.chosen = self._choices
-        return best
-
-    def _named(self, worker_id: str) -> Worker:
-        worker = self.workers.get(worker_id)
-        if worker is None:
-            raise Refusal(
-                grpc.StatusCode.NOT_FOUND,
-                f"unknown worker {worker_id!r}: there are {', '.join(self.workers)}",
-            )
-        if worker.down is not None:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker_id} is down: {worker.down}")
-        return worker
-
-    async def _submit(self, stream: Stream) -> None:
-        worker = self.workers[stream.worker_id]
-        try:
-            await worker.port.submit(stream.request)
-        except (OwnerDown, RuntimeError) as error:  # RuntimeError: its step loop has ended
-            self.lose_worker(stream.worker_id, str(error))
-        except QueueFull as error:
-            self._end_at_worker(stream)
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
-        except ValueError as error:
-            self._end_at_worker(stream)
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-
-    def _let_go(self, stream: Stream, submitted: asyncio.Future[None]) -> None:
-        stream.abandon()
-        if stream.is_over_at_worker:
-            del self._streams[stream.request.request_id]
-        else:
-            self._spawn(self._cancel(stream, submitted))
-
-    async def _cancel(self, stream: Stream, submitted: asyncio.Future[None]) -> None:
-        """End a request that its client no longer wants, and forget it when its worker has."""
-        # A cancel that overtakes its submit would cancel nothing.
-        await asyncio.gather(submitted, return_exceptions=True)
-        try:
-            await self._cancel_at_worker(stream)
-            async with asyncio.timeout(LAST_WORD_S):
-                await stream.wait_over()
-        except TimeoutError:
-            log.warning("worker %s did not end request %s", stream.worker_id, stream.request.request_id)
-        finally:
-            self._end_at_worker(stream)
-            del self._streams[stream.request.request_id]
-
-    async def _cancel_at_worker(self, stream: Stream) -> None:
-        worker = self.workers[stream.worker_id]
-        if worker.down is not None or stream.is_over_at_worker:
-            return
-        try:
-            await worker.port.cancel(stream.request.request_id, stream.is_complete)
-        except OwnerDown as error:
-            self.lose_worker(stream.worker_id, str(error))
-        except Refusal as refusal:
-            log.warning("request %s can't be cancelled: %s", stream.request.request_id, refusal.message)
-
-    def _end_at_worker(self, stream: Stream) -> None:
-        """The worker has, or is taken to have, said its last word: its room is free. Idempotent."""
-        stream.conclude()
-        worker = self.workers[stream.worker_id]
-        if worker.streams.pop(stream.request.request_id, None) is not None:
-            worker.sequences -= stream.request.sampling.n
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # ---- a worker's side ---------------------------------------------------------------------------------------
-
-    def on_outputs(self, worker_id: str, outputs: Iterable[Output]) -> None:
-        """What one step of a worker gave. Outputs of requests nobody knows any more are dropped."""
-        streams = self.workers[worker_id].streams
-        for output in outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:
-                continue
-            stream.take(output)
-            if output.finish_reason is not None and stream.is_over_at_worker:
-                self._end_at_worker(stream)
-            elif (stream.is_complete or stream.is_overfull) and not stream.is_cancelling:
-                stream.is_cancelling = True
-                self._spawn(self._cancel_at_worker(stream))
-
-    def lose_worker(self, worker_id: str, reason: str) -> None:
-        """A worker is gone: its requests fail with UNAVAILABLE."""
-        worker = self.workers[worker_id]
-        if worker.down is not None:
-            return
-        worker.down = reason
-        log.error("worker %s is down: %s", worker_id, reason)
-        if all(other.down is not None for other in self.workers.values()):
-            self.unhealthy.set()
-        for stream in list(worker.streams.values()):
-            self._end_at_worker(stream)
-            stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker_id} went down: {reason}"))
+    async def _keys(self, request: EngineRequest) -> list[PageKey]:
+        ids = np.asarray(request.token_ids, np.int32)
+        arguments = self._root, self._salts[request.tenant], ids, self.info.page_tokens
+        if len(ids) < THREADED_PROMPT:
+            return page_keys(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, page_keys, *arguments)

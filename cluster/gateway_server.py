@@ -77,8 +77,10 @@ class GatewayServer:
         return _address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host), port)
 
     async def _watch_health(self) -> None:
-        await self._core.unhealthy.wait()
-        await self._set_serving(False)
+        while True:
+            await self._core.health_changed.wait()
+            self._core.health_changed.clear()
+            await self._set_serving(self._core.is_healthy)
 
     async def _set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -14,6 +16,7 @@ from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, Tok
 from kvtier.workers.model_text import Detokenizer, Text
 
 MAX_UNREAD_TOKENS = 1 << 17  # of a request: hours of a stalled client, some megabytes
+MAX_MOVED_TOKENS = 1 << 20  # of a request: with more, 4 MB, it doesn't go on at another worker
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -31,8 +34,10 @@ class Sequence:
         "_detokenizer",
         "_scanner",
         "_unscanned_tokens",
+        "count",
         "delivered_tokens",
         "finish",
+        "given",
         "index",
         "is_done",
         "logprobs",
@@ -47,6 +52,10 @@ class Sequence:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.count = 0  # its tokens so far
+        self.given: array[int] | None = array(
+            "I"
+        )  # them: what another worker would go on from; None: too many
         self.finish: FinishReason | None = None  # what the client will read
         self.is_done = False  # its last chunk has been taken
         self.delivered_tokens = 0
@@ -66,6 +75,9 @@ class Sequence:
                 break
             self._unscanned_tokens -= 1
         self.token_ids += output.token_ids[:taken]
+        self.count += taken
+        if self.given is not None:
+            self.given.extend(output.token_ids[:taken])
         self.logprobs += output.logprobs[:taken]
         if self.finish is None and output.finish_reason is not None:
             self._end(output.finish_reason)
@@ -111,19 +123,31 @@ class Sequence:
         return chunk
 
 
+@dataclass(slots=True)
+class Attempt:
+    """A request at one worker, under this id. `left` says why it went on elsewhere; empty: it did not."""
+
+    worker_id: str
+    request_id: str
+    given: int  # tokens that it had, over all sequences, when it began
+    left: str = ""
+
+
 class Stream:
-    """A request in flight. The gateway's loop feeds it (`take`, `fail`); its call's handler drains it."""
+    """A request in flight. The gateway's loop feeds it (`take`, `fail`); its call's handler drains it.
+
+    It may go from worker to worker (`begin`): each goes on behind the tokens that those before have given.
+    """
 
     def __init__(
         self,
         request: EngineRequest,
-        worker_id: str,
         text: Text | None,
         stops: tuple[str, ...],
         eos_ids: tuple[int, ...],
     ) -> None:
         self.request = request
-        self.worker_id = worker_id
+        self.attempts: list[Attempt] = []
         self.sequences = [
             Sequence(
                 index,
@@ -136,13 +160,64 @@ class Stream:
         self.failure: Refusal | None = None
         self.is_overfull = False  # it failed, because its client reads too slowly
         self.is_cancelling = False  # the worker has been told that what it still makes is not wanted
+        self.moves = 0  # times that it went on elsewhere since its worker was lost
+        self.queued_tokens = 0  # that its worker is still expected to compute before the next token
+        self._began_at = ""  # the worker that was the first to say anything
         self._usage: Usage | None = None
-        self._timings: Timings | None = None
+        self._is_counted = False  # a worker before has counted its prompt
+        self._first: Timings | None = None  # as of its first token
+        self._last: Timings | None = None  # with the last word of its last worker
         self._silent_ids = frozenset(eos_ids) | frozenset(request.sampling.stop_ids)
-        self._at_worker = set(range(request.sampling.n))  # sequences that the worker has not ended
+        self._at_worker: set[int] = set()  # sequences that the worker has not ended
         self._news = asyncio.Event()
         self._is_first = True
         self._is_abandoned = False
+
+    @property
+    def worker_id(self) -> str:
+        """Where it is, or was last."""
+        return self.attempts[-1].worker_id
+
+    @property
+    def has_given(self) -> bool:
+        """A token has come."""
+        return any(sequence.count for sequence in self.sequences)
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens that have come, over all sequences."""
+        return sum(sequence.count for sequence in self.sequences)
+
+    @property
+    def is_settled(self) -> bool:
+        """No worker is to do anything more for it."""
+        return self._is_abandoned or self.is_complete or self.failure is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Nobody drains it any more."""
+        return self._is_abandoned
+
+    @property
+    def can_move(self) -> bool:
+        """What it has given is known, so that another worker can go on."""
+        return all(sequence.given is not None for sequence in self.sequences)
+
+    def begin(self, worker_id: str, request_id: str) -> EngineRequest:
+        """It goes to a worker, under this id: what that is asked for."""
+        self.attempts.append(Attempt(worker_id, request_id, self.given_tokens))
+        ended = tuple(sequence.index for sequence in self.sequences if sequence.finish is not None)
+        self._at_worker = set(range(len(self.sequences))).difference(ended)
+        self._is_counted = self.has_given
+        self.is_cancelling = False
+        if not self.has_given:
+            return replace(self.request, request_id=request_id)
+        resumed = tuple(tuple(sequence.given or ()) for sequence in self.sequences)
+        return replace(self.request, request_id=request_id, resumed=resumed, ended=ended)
+
+    def leave(self, why: str) -> None:
+        """It has left its worker, and will go on elsewhere if it can."""
+        self.attempts[-1].left = why
 
     @property
     def is_over_at_worker(self) -> bool:
@@ -166,10 +241,9 @@ class Stream:
             self._at_worker.discard(output.index)
         if self._is_abandoned or self.is_overfull:
             return
-        if output.usage is not None and (output.index == 0 or self._usage is None):
-            self._usage = output.usage
-        if output.timings is not None:
-            self._timings = output.timings
+        self._take_books(output)
+        if not self._began_at:
+            self._began_at = self.worker_id
         sequence = self.sequences[output.index]
         if sequence.finish is not None:
             return
@@ -177,18 +251,27 @@ class Stream:
             case FinishReason.ERROR:
                 reason = output.error or "the worker failed without a word"
                 self.fail(Refusal(grpc.StatusCode.INTERNAL, reason))
-            case FinishReason.CANCELLED:
-                reason = output.error or "it is stopping"
-                self.fail(
-                    Refusal(
-                        grpc.StatusCode.UNAVAILABLE, f"worker {self.worker_id} gave the request up: {reason}"
-                    )
-                )
+            case FinishReason.CANCELLED | FinishReason.PREFILLED:
+                pass  # no end that its client reads
             case None | FinishReason.STOP | FinishReason.LENGTH:
                 sequence.take(output, self._silent_ids)
                 self._check_room()
 
+    def _take_books(self, output: Output) -> None:
+        """The prompt counts where its first token came from; times are told up to there, and behind it."""
+        if output.usage is not None and not self._is_counted and (output.index == 0 or self._usage is None):
+            self._usage = output.usage
+        if output.timings is None:
+            return
+        if self._first is None:
+            self._first = output.timings
+        if output.finish_reason is not None:
+            self._last = output.timings
+
     def _check_room(self) -> None:
+        if self.given_tokens > MAX_MOVED_TOKENS:
+            for sequence in self.sequences:
+                sequence.given = None
         waiting = sum(len(sequence.token_ids) for sequence in self.sequences)
         if waiting <= MAX_UNREAD_TOKENS or self.failure is not None:
             return
@@ -240,7 +323,7 @@ class Stream:
         chunks = [chunk for s in self.sequences if may_end and (chunk := s.chunk(request_id))]
         if chunks and self._is_first:
             self._is_first = False
-            chunks[0].worker = self.worker_id
+            chunks[0].worker = self._began_at
             chunks[0].seed = self.request.sampling.seed
         if chunks and self.is_drained:
             self._conclude(chunks[-1])
@@ -250,9 +333,15 @@ class Stream:
         completion_tokens = sum(sequence.delivered_tokens for sequence in self.sequences)
         if self._usage is not None:
             chunk.usage.CopyFrom(usage_message(self._usage, completion_tokens))
-        if self._timings is not None:
+        if self._first is not None and self._last is not None:
+            told = merged_timings(self._first, self._last) if self._is_counted else self._last
             for name in ("queue", "load", "prefill", "ttft", "decode"):
-                setattr(chunk.timings_ms, name, getattr(self._timings, name))
+                setattr(chunk.timings_ms, name, getattr(told, name))
+
+
+def merged_timings(first: Timings, last: Timings) -> Timings:
+    """Of a request that went on elsewhere: up to its first token, and from there to its end, the moves among it."""
+    return replace(first, decode=max(0.0, last.ttft - first.ttft) + last.decode)
 
 
 def usage_message(usage: Usage, completion_tokens: int) -> inference_pb2.Usage:

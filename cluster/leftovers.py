@@ -1,21 +1,41 @@
-"""Ends what a deployment has started, known by process id and create time, and removes its Ray session folder."""
+"""Ends what a deployment has started, known by process id and start, and removes its Ray session folder.
+
+A start is told by the kernel's count of clock ticks since boot, never by the clock on the wall: one that is set
+must not make processes look dead, or like others.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 _TERM_WAIT_S = 5.0
 _KILL_WAIT_S = 5.0
-_SAME_START_S = (
-    1.0  # create times come from clock ticks and the boot time, so they are read back a little apart
-)
+_START_FIELD = 22 - 3  # of /proc/PID/stat, counted from the one behind the name, which is the third
 
-Stamp = tuple[int, float]  # process id and create time: together they never name another process
+Stamp = tuple[
+    int, str
+]  # process id, and boot and tick of its start: together they never name another process
+
+
+def stamp_of(pid: int) -> Stamp:
+    """Raises psutil.NoSuchProcess."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise psutil.NoSuchProcess(pid) from error
+    return pid, f"{_boot()}/{stat.rpartition(')')[2].split()[_START_FIELD]}"  # a name may have any characters
+
+
+@cache
+def _boot() -> str:
+    """Ticks begin anew with each boot, and records outlive it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def descendants() -> list[Stamp]:
@@ -23,7 +43,7 @@ def descendants() -> list[Stamp]:
     stamps = []
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
-            stamps.append((process.pid, process.create_time()))
+            stamps.append(stamp_of(process.pid))
         except psutil.NoSuchProcess:
             continue
     return stamps
@@ -32,13 +52,10 @@ def descendants() -> list[Stamp]:
 def alive(stamps: Iterable[Stamp]) -> list[psutil.Process]:
     """Those that still run."""
     found = []
-    for pid, created in stamps:
+    for stamp in stamps:
         try:
-            process = psutil.Process(pid)
-            if (
-                abs(process.create_time() - created) < _SAME_START_S
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            process = psutil.Process(stamp[0])
+            if stamp_of(process.pid) == stamp and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import os
+import socket
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.events import HintWrong, HoldsChanged
+from kvtier.tier.feed import KEY_BYTES, Feed, Source
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
+from kvtier.tier.records import Limits
 from kvtier.tier.score import PolicySettings
-from kvtier.tier.service import CacheService
+from kvtier.tier.service import CacheService, ServiceStopped
+from kvtier.tier.ssd_layout import LAYOUT_FILE
 from kvtier.tier.stats import Snapshot
+from kvtier.workers.actor import sender_to
+from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
 
+TOLD_TIERS = (TierName.PEER, TierName.HOST, TierName.SSD)
 CALLS_AT_ONCE = 8  # threads of the actor; they only wait for the service's loop
+_FIRST_NODE = "node-0"
 
 
 class CacheNodeProcess:
     """What the actor's process runs; `CacheNode` is this class as a Ray actor. See CacheService for the methods.
 
-    No page bytes go through these calls: workers and the service share them in memory.
+    No page bytes go through these calls: workers and the service share them in memory. `l4_path` is the folder of all
+    nodes, in which this one takes a subfolder; the folder of `socket_path` is made where there is none. Pages of another
+    node that don't come within `fetch_deadline_s` are computed.
     """
 
     def __init__(
@@ -39,13 +53,19 @@ class CacheNodeProcess:
         policy: PolicySettings,
         write: Literal["through", "demote"],
         shares: Mapping[bytes, float],
+        fetch_deadline_s: float = 5.0,
     ) -> None:
+        self._socket_folder = Path(socket_path).parent
+        self._socket_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._outlet = Outlet()
+        self._directory: Any = None
+        self._said_wrong: Any = None  # the latest call of its kind
         self._service = CacheService(
             node_id,
             socket_path,
             payload_bytes,
             l3_bytes,
-            l4_path,
+            l4_folder(Path(l4_path), node_id),
             l4_bytes,
             l4_store,
             min_payload_bytes=min_payload_bytes,
@@ -53,12 +73,40 @@ class CacheNodeProcess:
             policy=policy,
             write=write,
             shares=shares,
+            on_holds=self._on_holds,
+            on_wrong=self._on_wrong,
+            limits=Limits(fetch_deadline_s=fetch_deadline_s),
         )
         self._service.start()
 
+    def connect_directory(self, directory: Any, address: str) -> None:
+        """Tell the directory, a handle of its actor, what L2 to L4 hold from now on.
+
+        `address` is that of the node's exchange; when that changes, this is called again.
+        """
+        node_id, self._directory = self._service.node_id, directory
+        feed = Feed(Source(f"node:{node_id}", uuid.uuid4().hex, node_id, "", address), TOLD_TIERS)
+        self._outlet.connect(Publisher(feed, sender_to(directory), self._held, node_id))
+
+    def _on_holds(self, changed: HoldsChanged) -> None:
+        self._outlet(changed.tier, changed.came, changed.left)
+
+    def _on_wrong(self, hint: HintWrong) -> None:
+        """A lookup named a page that isn't there. One call at a time: what is left out is found wrong again."""
+        said, directory = self._said_wrong, self._directory
+        if directory is None or (said is not None and not ray.wait([said], timeout=0)[0]):
+            return
+        self._said_wrong = directory.wrong.remote(hint.node_id, None, hint.key[:KEY_BYTES])
+
+    def _held(self) -> Holds:
+        try:
+            return self._service.holds()
+        except (ServiceStopped, TimeoutError) as error:
+            raise PublishError(str(error) or f"the cache of node {self._service.node_id} is busy") from error
+
     def info(self) -> dict[str, Any]:
-        """{"id", "pid"}; answers once the tiers are open."""
-        return {"id": self._service.node_id, "pid": os.getpid()}
+        """{"id", "pid", "host"}; answers once the tiers are open."""
+        return {"id": self._service.node_id, "pid": os.getpid(), "host": socket.gethostname()}
 
     def health(self) -> str | None:
         """None when all is well, else what isn't."""
@@ -116,7 +164,18 @@ class CacheNodeProcess:
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Save what only L3 holds for at most `drain_s`, and close everything."""
+        self._outlet.close()
         self._service.stop(drain_s)
+        with suppress(OSError):  # Ray's session lies there too where Ray is this deployment's own
+            self._socket_folder.rmdir()
+
+
+def l4_folder(path: Path, node_id: str) -> Path:
+    """Where a node keeps its pages under `path`: a subfolder by its id, so that nodes may share a disk.
+
+    A folder that holds pages itself was one node's alone, and stays the first node's.
+    """
+    return path if node_id == _FIRST_NODE and (path / LAYOUT_FILE).is_file() else path / node_id
 
 
 CacheNode = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(CacheNodeProcess)  # type: ignore[call-overload]  # Ray's types lack max_concurrency

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.proto import inference_pb2 as kvtier_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/proto/cache.proto\x12\tkvtier.v1\x1a\x1ckvtier/proto/inference.proto\"\x0e\n\x0cStatsRequest\"\x8c\x02\n\nStatsReply\x12/\n\x05tiers\x18\x01 \x03(\x0b\x32 .kvtier.v1.StatsReply.TiersEntry\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x1d\n\x15\x61\x62orted_prompt_tokens\x18\x06 \x01(\x04\x12\x11\n\tpage_fill\x18\x07 \x01(\x01\x1a\x42\n\nTiersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.TierStats:\x02\x38\x01\"\xa9\x04\n\tTierStats\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\r\n\x05pages\x18\x03 \x01(\x04\x12\x16\n\x0elookups_tokens\x18\x04 \x01(\x04\x12\x12\n\nhit_tokens\x18\x05 \x01(\x04\x12\x10\n\x08hit_rate\x18\x06 \x01(\x01\x12\x16\n\x0epromoted_pages\x18\x07 \x01(\x04\x12\x15\n\rdemoted_pages\x18\x08 \x01(\x04\x12\x15\n\revicted_pages\x18\t \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\n \x01(\x04\x12\x11\n\tbytes_out\x18\x0b \x01(\x04\x12\x13\n\x0bload_ms_p50\x18\x0c \x01(\x01\x12\x13\n\x0bload_ms_p99\x18\r \x01(\x01\x12\x15\n\rcorrupt_pages\x18\x0e \x01(\x04\x12\x12\n\npage_bytes\x18\x0f \x01(\x04\x12\x11\n\traw_bytes\x18\x10 \x01(\x04\x12\x34\n\x08variants\x18\x11 \x03(\x0b\x32\".kvtier.v1.TierStats.VariantsEntry\x12\x17\n\x0f\x63onverted_pages\x18\x12 \x01(\x04\x12\x15\n\rdropped_pages\x18\x13 \x01(\x04\x12\x0e\n\x06policy\x18\x14 \x01(\t\x12\x11\n\tfallbacks\x18\x15 \x01(\x04\x12\x16\n\x0erefused_writes\x18\x16 \x01(\x04\x1a/\n\rVariantsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x84\x01\n\rLookupRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.kvtier.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.kvtier.v1.ChatH\x00\x42\x08\n\x06prompt\"I\n\x0bLookupReply\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12#\n\x05pages\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.FoundPage\"U\n\tFoundPage\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05tiers\x18\x04 \x03(\t\x12\x10\n\x08variants\x18\x05 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xaf\x01\n\x0c\x45xplainReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvtier.v1.Usage\x12\x1e\n\x05notes\x18\x07 \x03(\x0b\x32\x0f.kvtier.v1.Note\"P\n\x04Note\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"?\n\x10ListPagesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"\x1e\n\x0fShowPageRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\">\n\x0eListPagesReply\x12\x1e\n\x05pages\x18\x01 \x03(\x0b\x32\x0f.kvtier.v1.Page\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\xff\x01\n\x04Page\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04root\x18\x05 \x01(\t\x12\x0e\n\x06parent\x18\x06 \x01(\t\x12\x0f\n\x07variant\x18\x07 \x01(\t\x12\r\n\x05\x64\x65pth\x18\x08 \x01(\r\x12\x0e\n\x06tokens\x18\t \x01(\r\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04uses\x18\x0b \x01(\x04\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x0e\n\x06pinned\x18\r \x01(\x08\x12\x0f\n\x07readers\x18\x0e \x01(\r\x12\r\n\x05state\x18\x0f \x01(\t\x12\x11\n\tmade_from\x18\x10 \x01(\t\"\x1b\n\x0bKeysRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"*\n\x0c\x45victRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\"\x1e\n\x0c\x43learRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x9c\x01\n\rOutcomesReply\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.KeyOutcome\x12\x34\n\x06\x63ounts\x18\x02 \x03(\x0b\x32$.kvtier.v1.OutcomesReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb4\x01\n\nKeyOutcome\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.kvtier.v1.Outcome\x12\x31\n\x06owners\x18\x03 \x03(\x0b\x32!.kvtier.v1.KeyOutcome.OwnersEntry\x1a\x41\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0e\x32\x12.kvtier.v1.Outcome:\x02\x38\x01\"P\n\rRecordRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\r\n\x05nodes\x18\x03 \x03(\t\x12\x0f\n\x07workers\x18\x04 \x03(\t\"\x13\n\x11StopRecordRequest\"7\n\x0bRecordReply\x12(\n\nrecordings\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.Recording\"h\n\tRecording\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x65vents\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\r\n\x05\x65nded\x18\x06 \x01(\t*\x8e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x13\n\x0fOUTCOME_CLIPPED\x10\x02\x12\x14\n\x10OUTCOME_DEFERRED\x10\x03\x12\x14\n\x10OUTCOME_REJECTED\x10\x04\x12\x13\n\x0fOUTCOME_MISSING\x10\x05\x32\xeb\x05\n\x05\x43\x61\x63he\x12\x37\n\x05Stats\x12\x17.kvtier.v1.StatsRequest\x1a\x15.kvtier.v1.StatsReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x43\n\tListPages\x12\x1b.kvtier.v1.ListPagesRequest\x1a\x19.kvtier.v1.ListPagesReply\x12\x41\n\x08ShowPage\x12\x1a.kvtier.v1.ShowPageRequest\x1a\x19.kvtier.v1.ListPagesReply\x12\x37\n\x03Pin\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12\x39\n\x05Unpin\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x05\x45vict\x12\x17.kvtier.v1.EvictRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x05\x43lear\x12\x17.kvtier.v1.ClearRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x06Verify\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x06Record\x12\x18.kvtier.v1.RecordRequest\x1a\x16.kvtier.v1.RecordReply\x12\x42\n\nStopRecord\x12\x1c.kvtier.v1.StopRecordRequest\x1a\x16.kvtier.v1.RecordReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/proto/cache.proto\x12\tkvtier.v1\x1a\x1ckvtier/proto/inference.proto\"\x0e\n\x0cStatsRequest\"\x8c\x02\n\nStatsReply\x12/\n\x05tiers\x18\x01 \x03(\x0b\x32 .kvtier.v1.StatsReply.TiersEntry\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x1d\n\x15\x61\x62orted_prompt_tokens\x18\x06 \x01(\x04\x12\x11\n\tpage_fill\x18\x07 \x01(\x01\x1a\x42\n\nTiersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.TierStats:\x02\x38\x01\"\xa9\x04\n\tTierStats\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\r\n\x05pages\x18\x03 \x01(\x04\x12\x16\n\x0elookups_tokens\x18\x04 \x01(\x04\x12\x12\n\nhit_tokens\x18\x05 \x01(\x04\x12\x10\n\x08hit_rate\x18\x06 \x01(\x01\x12\x16\n\x0epromoted_pages\x18\x07 \x01(\x04\x12\x15\n\rdemoted_pages\x18\x08 \x01(\x04\x12\x15\n\revicted_pages\x18\t \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\n \x01(\x04\x12\x11\n\tbytes_out\x18\x0b \x01(\x04\x12\x13\n\x0bload_ms_p50\x18\x0c \x01(\x01\x12\x13\n\x0bload_ms_p99\x18\r \x01(\x01\x12\x15\n\rcorrupt_pages\x18\x0e \x01(\x04\x12\x12\n\npage_bytes\x18\x0f \x01(\x04\x12\x11\n\traw_bytes\x18\x10 \x01(\x04\x12\x34\n\x08variants\x18\x11 \x03(\x0b\x32\".kvtier.v1.TierStats.VariantsEntry\x12\x17\n\x0f\x63onverted_pages\x18\x12 \x01(\x04\x12\x15\n\rdropped_pages\x18\x13 \x01(\x04\x12\x0e\n\x06policy\x18\x14 \x01(\t\x12\x11\n\tfallbacks\x18\x15 \x01(\x04\x12\x16\n\x0erefused_writes\x18\x16 \x01(\x04\x1a/\n\rVariantsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x84\x01\n\rLookupRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.kvtier.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.kvtier.v1.ChatH\x00\x42\x08\n\x06prompt\"I\n\x0bLookupReply\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12#\n\x05pages\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.FoundPage\"U\n\tFoundPage\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05tiers\x18\x04 \x03(\t\x12\x10\n\x08variants\x18\x05 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xcf\x01\n\x0c\x45xplainReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvtier.v1.Usage\x12\x1e\n\x05notes\x18\x07 \x03(\x0b\x32\x0f.kvtier.v1.Note\x12\x1e\n\x05moves\x18\x08 \x03(\x0b\x32\x0f.kvtier.v1.Move\"6\n\x04Move\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"P\n\x04Note\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"?\n\x10ListPagesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"\x1e\n\x0fShowPageRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\">\n\x0eListPagesReply\x12\x1e\n\x05pages\x18\x01 \x03(\x0b\x32\x0f.kvtier.v1.Page\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\xff\x01\n\x04Page\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04root\x18\x05 \x01(\t\x12\x0e\n\x06parent\x18\x06 \x01(\t\x12\x0f\n\x07variant\x18\x07 \x01(\t\x12\r\n\x05\x64\x65pth\x18\x08 \x01(\r\x12\x0e\n\x06tokens\x18\t \x01(\r\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04uses\x18\x0b \x01(\x04\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x0e\n\x06pinned\x18\r \x01(\x08\x12\x0f\n\x07readers\x18\x0e \x01(\r\x12\r\n\x05state\x18\x0f \x01(\t\x12\x11\n\tmade_from\x18\x10 \x01(\t\"\x1b\n\x0bKeysRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"*\n\x0c\x45victRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\"\x1e\n\x0c\x43learRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x9c\x01\n\rOutcomesReply\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.KeyOutcome\x12\x34\n\x06\x63ounts\x18\x02 \x03(\x0b\x32$.kvtier.v1.OutcomesReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb4\x01\n\nKeyOutcome\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.kvtier.v1.Outcome\x12\x31\n\x06owners\x18\x03 \x03(\x0b\x32!.kvtier.v1.KeyOutcome.OwnersEntry\x1a\x41\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0e\x32\x12.kvtier.v1.Outcome:\x02\x38\x01\"P\n\rRecordRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\r\n\x05nodes\x18\x03 \x03(\t\x12\x0f\n\x07workers\x18\x04 \x03(\t\"\x13\n\x11StopRecordRequest\"7\n\x0bRecordReply\x12(\n\nrecordings\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.Recording\"h\n\tRecording\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x65vents\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\r\n\x05\x65nded\x18\x06 \x01(\t*\x8e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x13\n\x0fOUTCOME_CLIPPED\x10\x02\x12\x14\n\x10OUTCOME_DEFERRED\x10\x03\x12\x14\n\x10OUTCOME_REJECTED\x10\x04\x12\x13\n\x0fOUTCOME_MISSING\x10\x05\x32\xeb\x05\n\x05\x43\x61\x63he\x12\x37\n\x05Stats\x12\x17.kvtier.v1.StatsRequest\x1a\x15.kvtier.v1.StatsReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x43\n\tListPages\x12\x1b.kvtier.v1.ListPagesRequest\x1a\x19.kvtier.v1.ListPagesReply\x12\x41\n\x08ShowPage\x12\x1a.kvtier.v1.ShowPageRequest\x1a\x19.kvtier.v1.ListPagesReply\x12\x37\n\x03Pin\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12\x39\n\x05Unpin\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x05\x45vict\x12\x17.kvtier.v1.EvictRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x05\x43lear\x12\x17.kvtier.v1.ClearRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x06Verify\x12\x16.kvtier.v1.KeysRequest\x1a\x18.kvtier.v1.OutcomesReply\x12:\n\x06Record\x12\x18.kvtier.v1.RecordRequest\x1a\x16.kvtier.v1.RecordReply\x12\x42\n\nStopRecord\x12\x1c.kvtier.v1.StopRecordRequest\x1a\x16.kvtier.v1.RecordReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OUTCOMESREPLY_COUNTSENTRY']._serialized_options = b'8\001'
   _globals['_KEYOUTCOME_OWNERSENTRY']._loaded_options = None
   _globals['_KEYOUTCOME_OWNERSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=2640
-  _globals['_OUTCOME']._serialized_end=2782
+  _globals['_OUTCOME']._serialized_start=2728
+  _globals['_OUTCOME']._serialized_end=2870
   _globals['_STATSREQUEST']._serialized_start=69
   _globals['_STATSREQUEST']._serialized_end=83
   _globals['_STATSREPLY']._serialized_start=86
@@ -61,39 +61,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINREQUEST']._serialized_start=1209
   _globals['_EXPLAINREQUEST']._serialized_end=1245
   _globals['_EXPLAINREPLY']._serialized_start=1248
-  _globals['_EXPLAINREPLY']._serialized_end=1423
-  _globals['_NOTE']._serialized_start=1425
-  _globals['_NOTE']._serialized_end=1505
-  _globals['_LISTPAGESREQUEST']._serialized_start=1507
-  _globals['_LISTPAGESREQUEST']._serialized_end=1570
-  _globals['_SHOWPAGEREQUEST']._serialized_start=1572
-  _globals['_SHOWPAGEREQUEST']._serialized_end=1602
-  _globals['_LISTPAGESREPLY']._serialized_start=1604
-  _globals['_LISTPAGESREPLY']._serialized_end=1666
-  _globals['_PAGE']._serialized_start=1669
-  _globals['_PAGE']._serialized_end=1924
-  _globals['_KEYSREQUEST']._serialized_start=1926
-  _globals['_KEYSREQUEST']._serialized_end=1953
-  _globals['_EVICTREQUEST']._serialized_start=1955
-  _globals['_EVICTREQUEST']._serialized_end=1997
-  _globals['_CLEARREQUEST']._serialized_start=1999
-  _globals['_CLEARREQUEST']._serialized_end=2029
-  _globals['_OUTCOMESREPLY']._serialized_start=2032
-  _globals['_OUTCOMESREPLY']._serialized_end=2188
-  _globals['_OUTCOMESREPLY_COUNTSENTRY']._serialized_start=2143
-  _globals['_OUTCOMESREPLY_COUNTSENTRY']._serialized_end=2188
-  _globals['_KEYOUTCOME']._serialized_start=2191
-  _globals['_KEYOUTCOME']._serialized_end=2371
-  _globals['_KEYOUTCOME_OWNERSENTRY']._serialized_start=2306
-  _globals['_KEYOUTCOME_OWNERSENTRY']._serialized_end=2371
-  _globals['_RECORDREQUEST']._serialized_start=2373
-  _globals['_RECORDREQUEST']._serialized_end=2453
-  _globals['_STOPRECORDREQUEST']._serialized_start=2455
-  _globals['_STOPRECORDREQUEST']._serialized_end=2474
-  _globals['_RECORDREPLY']._serialized_start=2476
-  _globals['_RECORDREPLY']._serialized_end=2531
-  _globals['_RECORDING']._serialized_start=2533
-  _globals['_RECORDING']._serialized_end=2637
-  _globals['_CACHE']._serialized_start=2785
-  _globals['_CACHE']._serialized_end=3532
+  _globals['_EXPLAINREPLY']._serialized_end=1455
+  _globals['_MOVE']._serialized_start=1457
+  _globals['_MOVE']._serialized_end=1511
+  _globals['_NOTE']._serialized_start=1513
+  _globals['_NOTE']._serialized_end=1593
+  _globals['_LISTPAGESREQUEST']._serialized_start=1595
+  _globals['_LISTPAGESREQUEST']._serialized_end=1658
+  _globals['_SHOWPAGEREQUEST']._serialized_start=1660
+  _globals['_SHOWPAGEREQUEST']._serialized_end=1690
+  _globals['_LISTPAGESREPLY']._serialized_start=1692
+  _globals['_LISTPAGESREPLY']._serialized_end=1754
+  _globals['_PAGE']._serialized_start=1757
+  _globals['_PAGE']._serialized_end=2012
+  _globals['_KEYSREQUEST']._serialized_start=2014
+  _globals['_KEYSREQUEST']._serialized_end=2041
+  _globals['_EVICTREQUEST']._serialized_start=2043
+  _globals['_EVICTREQUEST']._serialized_end=2085
+  _globals['_CLEARREQUEST']._serialized_start=2087
+  _globals['_CLEARREQUEST']._serialized_end=2117
+  _globals['_OUTCOMESREPLY']._serialized_start=2120
+  _globals['_OUTCOMESREPLY']._serialized_end=2276
+  _globals['_OUTCOMESREPLY_COUNTSENTRY']._serialized_start=2231
+  _globals['_OUTCOMESREPLY_COUNTSENTRY']._serialized_end=2276
+  _globals['_KEYOUTCOME']._serialized_start=2279
+  _globals['_KEYOUTCOME']._serialized_end=2459
+  _globals['_KEYOUTCOME_OWNERSENTRY']._serialized_start=2394
+  _globals['_KEYOUTCOME_OWNERSENTRY']._serialized_end=2459
+  _globals['_RECORDREQUEST']._serialized_start=2461
+  _globals['_RECORDREQUEST']._serialized_end=2541
+  _globals['_STOPRECORDREQUEST']._serialized_start=2543
+  _globals['_STOPRECORDREQUEST']._serialized_end=2562
+  _globals['_RECORDREPLY']._serialized_start=2564
+  _globals['_RECORDREPLY']._serialized_end=2619
+  _globals['_RECORDING']._serialized_start=2621
+  _globals['_RECORDING']._serialized_end=2725
+  _globals['_CACHE']._serialized_start=2873
+  _globals['_CACHE']._serialized_end=3620
 # @@protoc_insertion_point(module_scope)

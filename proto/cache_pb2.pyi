@@ -148,7 +148,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
-    __slots__ = ("request_id", "tenant", "worker", "prompt_tokens", "preemptions", "usage", "notes")
+    __slots__ = ("request_id", "tenant", "worker", "prompt_tokens", "preemptions", "usage", "notes", "moves")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class ExplainReply(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     worker: str
@@ -163,7 +164,18 @@ class ExplainReply(_message.Message):
     preemptions: int
     usage: _inference_pb2.Usage
     notes: _containers.RepeatedCompositeFieldContainer[Note]
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., notes: _Optional[_Iterable[_Union[Note, _Mapping]]] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[Move]
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., notes: _Optional[_Iterable[_Union[Note, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("worker", "tokens", "reason")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    tokens: int
+    reason: str
+    def __init__(self, worker: _Optional[str] = ..., tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Note(_message.Message):
     __slots__ = ("start", "end", "tier", "reason", "detail")

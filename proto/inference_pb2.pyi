@@ -191,7 +191,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("endpoint", "model", "nodes", "workers", "tenants", "version", "gateway_pid", "in_flight")
+    __slots__ = ("endpoint", "model", "nodes", "workers", "tenants", "version", "gateway_pid", "in_flight", "since", "directory")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,8 @@ class StatusReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_PID_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     model: ModelStatus
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -208,7 +210,27 @@ class StatusReply(_message.Message):
     version: str
     gateway_pid: int
     in_flight: int
-    def __init__(self, endpoint: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., gateway_pid: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
+    since: float
+    directory: DirectoryStatus
+    def __init__(self, endpoint: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., gateway_pid: _Optional[int] = ..., in_flight: _Optional[int] = ..., since: _Optional[float] = ..., directory: _Optional[_Union[DirectoryStatus, _Mapping]] = ...) -> None: ...
+
+class DirectoryStatus(_message.Message):
+    __slots__ = ("pid", "health", "detail", "since", "entries", "holders", "nbytes")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    health: str
+    detail: str
+    since: float
+    entries: int
+    holders: int
+    nbytes: int
+    def __init__(self, pid: _Optional[int] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., since: _Optional[float] = ..., entries: _Optional[int] = ..., holders: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "dtype", "max_context", "vocab_size", "page_tokens", "page_bytes", "tokenizer_digest", "chat_template_digest", "recipe", "window", "sinks")
@@ -237,21 +259,27 @@ class ModelStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., chat_template_digest: _Optional[str] = ..., recipe: _Optional[str] = ..., window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("id", "pid", "health", "detail", "notes")
+    __slots__ = ("id", "pid", "health", "detail", "notes", "host", "since", "exchange")
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     id: str
     pid: int
     health: str
     detail: str
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    host: str
+    since: float
+    exchange: str
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., since: _Optional[float] = ..., exchange: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("id", "node", "pid", "role", "health", "detail", "in_flight")
+    __slots__ = ("id", "node", "pid", "role", "health", "detail", "in_flight", "since")
     ID_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +287,7 @@ class WorkerStatus(_message.Message):
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     id: str
     node: str
     pid: int
@@ -266,4 +295,5 @@ class WorkerStatus(_message.Message):
     health: str
     detail: str
     in_flight: int
-    def __init__(self, id: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., in_flight: _Optional[int] = ...) -> None: ...
+    since: float
+    def __init__(self, id: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., in_flight: _Optional[int] = ..., since: _Optional[float] = ...) -> None: ...

@@ -54,7 +54,8 @@ class InferenceServicer:
 
         Codes: INVALID_ARGUMENT (a value is wrong; the message names it), PERMISSION_DENIED (unknown tenant), NOT_FOUND
         (unknown worker), ALREADY_EXISTS (request_id in flight), FAILED_PRECONDITION (text, but the model has no
-        tokenizer), RESOURCE_EXHAUSTED (queue full, or message too large), UNAVAILABLE (worker or service going down).
+        tokenizer), RESOURCE_EXHAUSTED (queue full, or message too large), UNAVAILABLE (the service is going down, or a worker
+        did and no other one could go on).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

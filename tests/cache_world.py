@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
+
+import msgspec
 
 from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
 from kvtier.tier.cache_state import WriteMode
@@ -23,6 +26,8 @@ from kvtier.tier.events import (
     Failure,
     ForgetTenant,
     FromWorker,
+    HintWrong,
+    HoldsChanged,
     Note,
     PageId,
     ReadDone,
@@ -43,21 +48,39 @@ from kvtier.tier.events import (
 )
 from kvtier.tier.lookup import needs_of
 from kvtier.tier.messages import (
+    Arena,
+    ArenaGone,
+    CancelFetch,
     Chain,
     Copied,
+    Fetch,
+    Fetched,
+    FetchPage,
     Finished,
+    FramesGranted,
     Grant,
     Granted,
     Hello,
     HostPage,
+    Lend,
+    LentFrame,
+    LentPage,
     Loaded,
     LoadFailed,
     Locate,
     Located,
     PageRef,
+    PeerGrant,
+    PeerPage,
+    RecallFrames,
+    Reclaim,
+    Reclaimed,
     Refused,
     Release,
+    Remote,
+    ReturnFrames,
     Stored,
+    StoredInPeer,
     StoredPage,
     ToNode,
     ToWorker,
@@ -81,6 +104,9 @@ PAGE_TOKENS = 16
 LRU = PolicySettings(name="lru")
 
 
+_MADE: dict[bytes, tuple[str, str, int]] = {}  # the key of a page -> its tenant, path and layer group
+
+
 def digest(*parts: object, size: int = 32) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=size).digest()
 
@@ -91,7 +117,9 @@ def tenant_of(name: str) -> bytes:
 
 def key_of(tenant: str, path: str, group: int = 0) -> bytes:
     """A chain is a path such as "abba", a page one of its prefixes."""
-    return digest("page", tenant, path, *([group] if group else []))
+    key = digest("page", tenant, path, *([group] if group else []))
+    _MADE[key] = (tenant, path, group)
+    return key
 
 
 def chain_keys(tenant: str, path: str, group: int = 0) -> list[bytes]:
@@ -162,6 +190,7 @@ def chain_of(
     any_variant: bool = False,
     held: bytes = b"",
     other_keys: list[bytes] | None = None,
+    spec: bytes = b"",
 ) -> Chain:
     """A chain of a Locate; a plain one unless told otherwise."""
     held = held or bytes(len(keys))
@@ -177,6 +206,7 @@ def chain_of(
         window,
         window_sinks,
         any_variant,
+        spec,
     )
 
 
@@ -205,6 +235,20 @@ class SimWorker:
     leases: dict[str, dict[PageRef, HostPage]] = field(default_factory=dict)
     coming: dict[str, set[PageRef]] = field(default_factory=dict)
     messages: list[ToWorker] = field(default_factory=list)
+    # Of an exchange: its fetches under way, with the pages that have not come, and those nobody waits for.
+    fetches: dict[int, tuple[Fetch, list[FetchPage]]] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+    # Of one that lends or borrows: its own frames that are lent, and those that are granted to it or it reads.
+    lent: dict[int, int] = field(default_factory=dict)
+    asked_back: set[int] = field(default_factory=set)
+    stock: list[PeerGrant] = field(default_factory=list)
+    recalled: list[PeerGrant] = field(default_factory=list)
+    arenas: set[str] = field(default_factory=set)
+    peer_leases: dict[str, dict[PageRef, PeerPage]] = field(default_factory=dict)
+
+    @property
+    def is_exchange(self) -> bool:
+        return self.ref.worker_id.startswith("exchange:")
 
 
 class World:
@@ -225,12 +269,14 @@ class World:
         policy: PolicySettings = LRU,
         write: WriteMode = "through",
         shares: Mapping[str, float] | None = None,
+        directory: bool = True,
     ) -> None:
         """`num_slots`, `ssd_slots` and segments in slots of the largest of `payloads`."""
         self.now = 100.0
         self.payloads = payloads
         self.host: dict[int, PageId] = {}  # slot -> the page whose bytes lie in it
         self.spans: dict[int, int] = {}  # slot -> units of ALIGN_BYTES of what was last put there
+        self.peers: dict[tuple[str, int], PageId] = {}  # lender and offset -> the page whose bytes lie there
         self.bad: set[int] = set()  # slots of L3 whose page was found corrupt
         self.disk: dict[Place, PageId] = dict(disk or {})
         self.catalogue: dict[PageId, CatalogueEntry] = {}
@@ -240,9 +286,11 @@ class World:
         self.writer: deque[WritePage | CommitCatalogue | WipeSlots | ForgetTenant] = deque()
         self.answers: dict[int, tuple[tuple[bytes, Outcome], ...]] = {}
         self.notes: list[str] = []
+        self.wrong: list[tuple[str, bytes]] = []  # what the directory heard that a node has not
         self.saved_roots: tuple[tuple[bytes, dict[str, str]], ...] = ()
         self.saved_before = StoredBefore()
         self.ticket = 0
+        self._asked: dict[int, int] = {}  # generation of a grant -> the place of its page in its Fetch
         largest = slot_bytes(max(payloads.values()))
         allocator = SegmentAllocator(ssd_slots * largest, segment_slots * largest) if ssd_slots else None
         if host_segment_slots is None:
@@ -269,15 +317,21 @@ class World:
             write=write,
             shares={tenant_of(tenant): share for tenant, share in (shares or {}).items()},
             page_bytes=max(payloads.values()),
+            directory=directory,
         )
         self.node.check()
+        self.told = {tier: set(keys) for tier, keys in self.node.holds().items()}  # as a directory knows it
 
     # ---- events into the coordinator ---------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
-        for command in self.node.handle(event, self.now):
+        commands = self.node.handle(event, self.now)
+        for command in commands:
             self._obey(command)
         self.node.check()
+        holds = [command.tier for command in commands if isinstance(command, HoldsChanged)]
+        assert len(set(holds)) == len(holds), "a tier is told of twice"
+        assert self.told == {tier: set(keys) for tier, keys in self.node.holds().items()}
 
     def say(self, worker: SimWorker, message: ToNode) -> list[ToWorker]:
         """A worker speaks; what it hears back at once."""
@@ -292,18 +346,103 @@ class World:
         fields: dict[str, str] | None = None,
         payloads: dict[Kind, int] | None = None,
         brings_down: bool = True,
+        arena_bytes: int = 0,
     ) -> SimWorker:
         worker = SimWorker(WorkerRef(name, incarnation), self.payloads if payloads is None else payloads)
         self.workers[worker.ref] = worker
         own = FIELDS if fields is None else fields
         hello = hello_of(name, incarnation, worker.payloads, own, brings_down)
+        if arena_bytes:
+            hello = msgspec.structs.replace(hello, arena_bytes=arena_bytes)
         replies = self.say(worker, hello)
-        assert [type(reply) for reply in replies] == [Welcome]
+        assert [type(reply) for reply in replies] == [Welcome] + [Arena] * len(worker.arenas)
         return worker
+
+    def connect_exchange(self, node_id: str = "n0", incarnation: str = "1") -> SimWorker:
+        """The exchange of a node; that of "n0" is the one that fetches for this node."""
+        exchange = SimWorker(WorkerRef(f"exchange:{node_id}", incarnation), {})
+        self.workers[exchange.ref] = exchange
+        hello = Hello(exchange.ref.worker_id, incarnation, {}, {}, {}, role="exchange")
+        assert [type(reply) for reply in self.say(exchange, hello)] == [Welcome]
+        return exchange
 
     def die(self, worker: SimWorker) -> None:
         del self.workers[worker.ref]
+        for frame in [frame for frame in self.peers if frame[0] == worker.ref.incarnation]:
+            del self.peers[frame]
         self.tell(WorkerGone(worker.ref))
+        for other in self.workers.values():
+            assert worker.ref.incarnation not in other.arenas, "nobody told of a lender that is gone"
+
+    # ---- L2 ------------------------------------------------------------------------------------------------------
+
+    def lend(self, worker: SimWorker, offsets: Iterable[int], nbytes: int = PAYLOAD_BYTES) -> None:
+        """A worker lends frames, those of `offsets` (in frames of that size) that it hasn't lent already."""
+        spans = [(offset * nbytes, nbytes) for offset in offsets]
+        frames = [
+            LentFrame(at, size)
+            for at, size in spans
+            if all(
+                at + size <= other or other + other_size <= at for other, other_size in worker.lent.items()
+            )
+        ]
+        worker.lent.update({frame.offset: frame.nbytes for frame in frames})
+        self.say(worker, Lend(frames))
+
+    def reclaim(self, worker: SimWorker, offsets: Iterable[int]) -> None:
+        wanted = [offset for offset in offsets if offset in worker.lent]
+        worker.asked_back.update(wanted)
+        self.say(worker, Reclaim(wanted))
+
+    def store_in_peers(self, worker: SimWorker, pages: Iterable[tuple[str, str]], **wrong: Any) -> int:
+        """Copy the last page of each chain (tenant, path) into a frame of the stock, as far as that goes; how many."""
+        lent = []
+        for (tenant, path), grant in zip(pages, list(worker.stock), strict=False):
+            worker.stock.remove(grant)
+            key = key_of(tenant, path)
+            self.peers[grant.lender, grant.offset] = (key, BF16)
+            page = LentPage(grant, key, BF16, spec_of((0, BF16)), checksum_of(key), PAGE_TOKENS)
+            lent.append(msgspec.structs.replace(page, **wrong))
+        worker.recalled = [grant for grant in worker.recalled if grant in worker.stock]
+        self.say(worker, StoredInPeer(lent))
+        return len(lent)
+
+    def return_frames(self, worker: SimWorker, grants: Iterable[PeerGrant]) -> None:
+        given = list(grants)
+        worker.stock = [grant for grant in worker.stock if grant not in given]
+        worker.recalled = [grant for grant in worker.recalled if grant not in given]
+        self.say(worker, ReturnFrames(given))
+
+    def copied_from_peers(
+        self, worker: SimWorker, request: str, pages: Iterable[int], corrupt: Iterable[int] = ()
+    ) -> None:
+        refs = [(0, page) for page in pages]
+        for ref in refs:
+            worker.peer_leases[request].pop(ref, None)
+        self.say(
+            worker, Copied(request, refs, len(refs) * PAYLOAD_BYTES, 0.001, [(0, page) for page in corrupt])
+        )
+
+    def _use_frame(self, grant: PeerGrant) -> None:
+        """A frame is about to be written by others than before: nobody may use it."""
+        frame = grant.lender, grant.offset
+        for worker in self.workers.values():
+            assert all((g.lender, g.offset) != frame for g in worker.stock), "a granted frame is given away"
+            for leases in worker.peer_leases.values():
+                read = [(page.grant.lender, page.grant.offset) for page in leases.values()]
+                assert frame not in read, "a leased frame is given away"
+        self.peers.pop(frame, None)
+
+    def _lease_peer(self, worker: SimWorker, request: str, page: PeerPage) -> None:
+        asked = worker.asked[request]
+        assert page.grant.lender in worker.arenas, "a page in an arena that the worker doesn't know"
+        assert page.grant.lender != worker.ref.incarnation, "a worker reads its own frames"
+        assert page.key == asked.chains[page.page[0]].keys[page.page[1] - asked.first_page]
+        assert self.peers[page.grant.lender, page.grant.offset] == (page.key, page.variant), (
+            "the frame holds another page"
+        )
+        assert page.checksum == checksum_of(page.key, page.variant)
+        worker.peer_leases[request][page.page] = page
 
     def want(self, worker: SimWorker, count: int, kind: Kind = (0, BF16)) -> None:
         self.say(worker, WantSlots(count, self.payloads[kind]))
@@ -349,17 +488,20 @@ class World:
         first: int = 0,
         chains: list[Chain] | None = None,
         last_position: int | None = None,
+        remotes: Iterable[tuple[str, int]] = (),
     ) -> Located:
         """Look a chain up, or several (`chains`; their keys are the caller's to cut at `first`)."""
         if chains is None:
-            chains = [chain_of(chain_keys(tenant, path)[first:])]
+            chains = [chain_of(chain_keys(tenant, path)[first:], spec=spec_of((0, BF16)))]
         if last_position is None:
             last_position = PAGE_TOKENS * (first + len(chains[0].keys))
         locate = Locate(
-            request, root, tenant_of(tenant), PAGE_TOKENS, first, last_position, chains, recompute_s, content
-        )
+            request, root, tenant_of(tenant), PAGE_TOKENS, first, last_position, chains, recompute_s, content,
+            [Remote(node_id, f"{node_id}:1", pages) for node_id, pages in remotes],
+        )  # fmt: skip
         worker.asked[request] = locate
         worker.leases[request] = {}
+        worker.peer_leases[request] = {}
         worker.coming[request] = set()
         self._present = [self._presence(worker, locate, number) for number in range(len(chains))]
         heard = self.say(worker, locate)
@@ -372,7 +514,12 @@ class World:
         here = {
             (bytes.fromhex(i.key), i.variant)
             for i in self.node.pages(locate.tenant, None, 10**9, self.now)
-            if i.state == "sealed" and (number, i.variant) in worker.payloads
+            if i.state == "sealed"
+            and (
+                i.root == locate.root.hex() and not i.made_from
+                if worker.is_exchange
+                else (number, i.variant) in worker.payloads
+            )
         }
         bits = bytearray(chain.held)
         for i, key in enumerate(chain.keys):
@@ -422,8 +569,42 @@ class World:
             Finished("r", keys, new_pages, 8, kind, 0, session, closed, False, seconds, page_s, double_pages),
         )
 
+    def arrive(self, exchange: SimWorker, fetch_id: int, count: int = 1, **wrong: Any) -> None:
+        """The next pages of a fetch come; `wrong` are fields of the first one that aren't as asked for."""
+        fetch, pages = exchange.fetches[fetch_id]
+        came = [pages.pop(0) for _ in range(min(count, len(pages)))]
+        stored = []
+        for page in came:
+            tenant, path, group = _MADE[page.key]
+            one = stored_page(
+                page.grant, tenant, path, kind=(group, page.variant), root=fetch.root, content=b""
+            )
+            assert (one.key, one.spec_digest, one.tenant) == (page.key, page.spec_digest, fetch.tenant)
+            assert one.depth == fetch.first_page + self._asked[page.grant.generation]
+            one = msgspec.structs.replace(one, **(wrong if page is came[0] else {}))
+            self.fill(page.grant, (one.key, one.variant))
+            stored.append(one)
+        self.say(exchange, Stored(stored))
+
+    def end_fetch(
+        self, exchange: SimWorker, fetch_id: int, reason: str = "", failed: int = 0, is_over: bool = True
+    ) -> None:
+        """The next `failed` pages of a fetch won't come, and if it is over, none that hasn't."""
+        fetch, pages = exchange.fetches[fetch_id]
+        lost = [pages.pop(0) for _ in range(min(failed, len(pages)))]
+        if is_over:
+            del exchange.fetches[fetch_id]
+            exchange.cancelled.discard(fetch_id)
+        keys = [(page.key, page.variant) for page in lost]
+        came = len(fetch.pages) - len(pages) - len(lost)
+        nbytes = sum(page.grant.payload_bytes for page in fetch.pages[:came])
+        self.say(exchange, Fetched(fetch_id, keys, reason, "simulated", nbytes, 0.001, is_over))
+
     def release(self, worker: SimWorker, request: str, from_page: int = 0) -> None:
         leases, coming = worker.leases.get(request, {}), worker.coming.get(request, set())
+        peers = worker.peer_leases.get(request, {})
+        for ref in [ref for ref in peers if ref[1] >= from_page]:
+            del peers[ref]
         for ref in [ref for ref in leases if ref[1] >= from_page]:
             del leases[ref]
         coming -= {ref for ref in coming if ref[1] >= from_page}
@@ -517,6 +698,14 @@ class World:
             if self.reads:
                 self.finish_read()
 
+    def finish_fetches(self) -> bool:
+        """All pages that are being fetched come; whether there were any."""
+        running = [(e, number) for e in self.workers.values() if e.is_exchange for number in e.fetches]
+        for exchange, number in running:
+            self.arrive(exchange, number, len(exchange.fetches[number][1]))
+            self.end_fetch(exchange, number)
+        return bool(running)
+
     def finish_writes(self) -> None:
         """All that the writer has to do."""
         while self.writer:
@@ -527,12 +716,16 @@ class World:
         progress = True
         while progress:
             self.finish_all()
-            progress = False
+            progress = self.finish_fetches()
             for worker in list(self.workers.values()):
                 for request in list(worker.leases):
                     if worker.leases[request]:
                         progress = True
                         self.copied(worker, request, list(worker.leases[request]))
+                    if worker.peer_leases[request]:
+                        self.copied_from_peers(
+                            worker, request, [page for _, page in worker.peer_leases[request]]
+                        )
         for worker in self.workers.values():
             assert not any(worker.coming.values()), "a load never came"
 
@@ -560,6 +753,12 @@ class World:
                 self.writer.append(command)
             case Answer():
                 self.answers[command.ticket] = command.results
+            case HoldsChanged():
+                assert not set(command.came) & set(command.left)
+                self.told[command.tier] |= set(command.came)
+                self.told[command.tier] -= set(command.left)
+            case HintWrong():
+                self.wrong.append((command.node_id, command.key))
 
     def _hear(self, worker: SimWorker, message: ToWorker) -> None:
         worker.messages.append(message)
@@ -572,6 +771,8 @@ class World:
             case Located():
                 for page in message.host:
                     self._lease(worker, message.request_id, page)
+                for lent in message.peer:
+                    self._lease_peer(worker, message.request_id, lent)
                 worker.coming[message.request_id] = set(message.loading)
                 self._judge(worker.asked[message.request_id], message)
             case Loaded():
@@ -580,10 +781,57 @@ class World:
                     self._lease(worker, message.request_id, page)
             case LoadFailed():
                 coming = worker.coming[message.request_id]
-                assert any(page == message.missing.page for _, page in coming)
+                peers = worker.peer_leases[message.request_id]
+                assert any(page == message.missing.page for _, page in (*coming, *peers))
+                for ref in [ref for ref in peers if peers[ref].grant.lender not in self._alive()]:
+                    del peers[ref]
                 coming -= {ref for ref in coming if ref[1] >= message.missing.page}
+            case Fetch():
+                self._fetch(worker, message)
+            case CancelFetch():
+                assert message.fetch_id in worker.fetches and message.fetch_id not in worker.cancelled
+                worker.cancelled.add(message.fetch_id)
+            case Arena():
+                worker.arenas.add(message.lender)
+            case ArenaGone():
+                worker.arenas.remove(message.lender)
+                worker.stock = [grant for grant in worker.stock if grant.lender != message.lender]
+                worker.recalled = [grant for grant in worker.recalled if grant.lender != message.lender]
+            case FramesGranted():
+                for peer in message.grants:
+                    assert peer.lender in worker.arenas and peer.lender != worker.ref.incarnation
+                    self._use_frame(peer)
+                    worker.stock.append(peer)
+            case RecallFrames():
+                assert all(grant in worker.stock for grant in message.grants)
+                worker.recalled += message.grants
+            case Reclaimed():
+                for offset in message.offsets:
+                    self._use_frame(PeerGrant(worker.ref.incarnation, offset, 0, 0))
+                    worker.asked_back.remove(offset)
+                    del worker.lent[offset]
             case Welcome() | Refused():
                 pass
+
+    def _alive(self) -> set[str]:
+        return {worker.ref.incarnation for worker in self.workers.values()}
+
+    def _fetch(self, exchange: SimWorker, fetch: Fetch) -> None:
+        """Pages to fetch are asked for once, and follow each other in a chain that begins where it is said to."""
+        assert exchange.ref.worker_id == "exchange:n0" and fetch.node_id != "n0"
+        assert fetch.address == f"{fetch.node_id}:1" and 0 < len(fetch.pages) <= self.node.limits.fetch_pages
+        assert fetch.fetch_id not in exchange.fetches
+        under_way = [
+            p.key for f, pages in exchange.fetches.values() for p in pages if f.node_id == fetch.node_id
+        ]
+        for number, page in enumerate(fetch.pages):
+            tenant, path, _ = _MADE[page.key]
+            assert len(path) - 1 == fetch.first_page + number and tenant_of(tenant) == fetch.tenant
+            assert not number or _MADE[fetch.pages[number - 1].key][1] == path[:-1], "not one chain"
+            assert page.key not in under_way or exchange.cancelled, "a page is fetched twice"
+            self._take_over(page.grant.slot, page.grant.payload_bytes)
+            self._asked[page.grant.generation] = number
+        exchange.fetches[fetch.fetch_id] = (fetch, list(fetch.pages))
 
     def _judge(self, asked: Locate, located: Located) -> None:
         """The prefix has what it needs, nothing else comes, and no longer one was to be had."""
@@ -599,7 +847,7 @@ class World:
             and not chain.held[page - asked.first_page]
             & wanted_bits(needs_of(chain), page, position, PAGE_TOKENS)
         }
-        there = [page.page for page in located.host] + located.loading
+        there = [page.page for page in (*located.host, *located.peer)] + located.loading
         assert len(set(there)) == len(there) and set(there) == lacking, "not what the prefix needs"
         if located.missing is not None and located.missing.reason in ("costlier", "no_room", "cache_off"):
             return
@@ -618,7 +866,8 @@ class World:
         assert self.host[page.grant.slot] == (page.key, page.variant), "the slot holds another page"
         assert page.grant.slot not in self.bad, "a corrupt copy is served again"
         assert page.checksum == checksum_of(page.key, page.variant)
-        sizes = {spec_of(kind): nbytes for kind, nbytes in worker.payloads.items()}
+        of = self.payloads if worker.is_exchange else worker.payloads
+        sizes = {spec_of(kind): nbytes for kind, nbytes in of.items()}
         assert sizes[page.spec_digest] == page.grant.payload_bytes, "a page of a spec the worker doesn't know"
         worker.leases[request][page.page] = page
 
@@ -645,6 +894,11 @@ class World:
                     assert not overlaps(page.grant.slot, page.grant.payload_bytes), (
                         "a leased slot is given away"
                     )
+            for _, pages in worker.fetches.values():
+                for coming in pages:
+                    assert not overlaps(coming.grant.slot, coming.grant.payload_bytes), (
+                        "a slot that a page is fetched into is given away"
+                    )
         for read in self.reads:
             assert not overlaps(read.slot, read.payload_bytes), "two transfers into one slot"
         for write in self.writer:
@@ -665,4 +919,6 @@ class World:
         pages = {(bytes.fromhex(i.key), i.variant) for i in infos if i.state == "sealed"}
         if tier is TierName.HOST:
             assert pages <= set(self.host.values())
+        if tier is TierName.PEER:
+            assert pages <= set(self.peers.values())
         return pages

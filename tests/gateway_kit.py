@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvtier.cluster.config import GrpcConfig
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
 from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster.gateway_holders import Holders, HoldersPort
 from kvtier.cluster.gateway_server import GatewayServer
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
@@ -63,11 +64,17 @@ def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE, more: Sequenc
     return folder
 
 
-def echo_info(worker_id: str = "w0", digest: str = "") -> WorkerInfo:
+def echo_info(
+    worker_id: str = "w0",
+    digest: str = "",
+    node_id: str = "n0",
+    role: Literal["both", "prefill", "decode"] = "both",
+) -> WorkerInfo:
     """What an echoing worker says of itself."""
     return WorkerInfo(
         worker_id=worker_id,
-        node_id="n0",
+        node_id=node_id,
+        role=role,
         pid=os.getpid(),
         model_name="echo",
         vocab_size=VOCAB_SIZE,
@@ -86,11 +93,15 @@ class _Sequence:
     request: EngineRequest
     index: int
     made: int = 0
+    is_prefilled: bool = False
 
     def next_output(self, cancelled: FinishReason | None) -> Output:
         request, sampling = self.request, self.request.sampling
         if cancelled is not None:
             return self._last((), cancelled)
+        if self.is_prefilled:
+            return self._last((), FinishReason.PREFILLED)
+        self.is_prefilled = request.is_prefill_only
         token_id = request.token_ids[self.made % len(request.token_ids)]
         self.made += 1
         logprobs = (TokenLogprobs(-0.5, ((token_id, -0.5), (0, -1.5))[: sampling.logprobs]),)
@@ -99,7 +110,8 @@ class _Sequence:
             return self._last((token_id,), FinishReason.STOP, logprobs if sampling.logprobs else ())
         if self.made == sampling.max_tokens:
             return self._last((token_id,), FinishReason.LENGTH, logprobs if sampling.logprobs else ())
-        usage = self._usage() if self.made == 1 and self.index == 0 else None
+        given = len(request.given(self.index))
+        usage = self._usage() if self.made == given + 1 and self.index == 0 else None
         return Output(
             request.request_id, self.index, (token_id,), logprobs if sampling.logprobs else (), usage=usage
         )
@@ -138,6 +150,11 @@ def counted(requests: int) -> Snapshot:
     )
 
 
+def client_id(name: str) -> str:
+    """What a client calls the request that has this name at a worker."""
+    return name.rpartition("#")[0]
+
+
 @dataclass
 class EchoWorker:
     """A worker whose model repeats the prompt: deterministic, one token per sequence and step.
@@ -163,7 +180,11 @@ class EchoWorker:
         if len(self.running) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} requests are waiting, at most {self.max_waiting} are taken")
         self.submitted.append(request)
-        self.running[request.request_id] = [_Sequence(request, index) for index in range(request.sampling.n)]
+        self.running[request.request_id] = [
+            _Sequence(request, index, len(request.given(index)))
+            for index in range(request.sampling.n)
+            if index not in request.ended
+        ]
         if not self.is_manual and (self._task is None or self._task.done()):
             self._task = asyncio.ensure_future(self._run())
 
@@ -196,9 +217,18 @@ class EchoWorker:
         self._cancelling &= self.running.keys()
         self.sink(self.info.worker_id, outputs)
 
+    def stop_names(self) -> list[str]:
+        """Ids, as their clients gave them, of what was cancelled since its answer was whole."""
+        return [client_id(name) for name in self.stopped]
+
+    def name_of(self, request_id: str) -> str:
+        """What the latest request of a client's id is called here."""
+        names = (request.request_id for request in reversed(self.submitted))
+        return next(name for name in names if client_id(name) == request_id)
+
     async def explain(self, request_id: str) -> Explanation | None:
         for request in self.submitted:
-            if request.request_id == request_id:
+            if request_id in (request.request_id, client_id(request.request_id)):
                 prompt = len(request.token_ids)
                 notes = (
                     PageNote(0, prompt // 2, "L1"),
@@ -347,22 +377,30 @@ def serving(
     tenants: dict[str, str] | None = None,
     max_context: int = CONTEXT,
     window: int = 0,
+    infos: Sequence[WorkerInfo] = (),
+    directory: HoldersPort | None = None,
 ) -> Iterator[Served]:
-    """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's."""
+    """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's.
+
+    `infos` are what the workers say of themselves, instead of so many that are alike.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     served = Served(loop)
     digest = text.digest if text else ""
     served.workers = [
-        EchoWorker(echo_info(f"w{number}", digest), is_manual=is_manual, max_waiting=max_waiting)
-        for number in range(workers)
+        EchoWorker(info, is_manual=is_manual, max_waiting=max_waiting)
+        for info in infos or [echo_info(f"w{number}", digest) for number in range(workers)]
     ]
     served.workers[-1].info = replace(served.workers[-1].info, max_context=max_context)
 
     async def start() -> None:
         names = tenants if tenants is not None else {"default": "", "acme": "salt"}
-        served.core = GatewayCore([(w.info, w) for w in served.workers], text, names, max_sequences, window)
+        holders = None if directory is None else Holders(directory, loop.time)
+        served.core = GatewayCore(
+            [(w.info, w) for w in served.workers], text, names, max_sequences, window, holders=holders
+        )
         for worker in served.workers:
             worker.sink = served.core.on_outputs
         held = [Node(node.info.node_id, node.info.pid, node) for node in nodes or []]

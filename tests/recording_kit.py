@@ -18,6 +18,7 @@ from cache_world import (
     World,
     chain_keys,
     chain_of,
+    spec_of,
     tenant_of,
 )
 
@@ -104,7 +105,7 @@ class Life:
 
     def go_on(self, steps: int) -> None:
         """So many of them do something."""
-        often = [self.store, self.locate, self.copy, self.io, self.finish]
+        often = [self.store, self.locate, self.copy, self.io, self.finish, self.fetch]
         rarely = [self.release, self.operate, self.die, self.wait]
         for _ in range(steps):
             self.rng.choice([*often, *often, *rarely])()
@@ -114,7 +115,22 @@ class Life:
         for name in sorted({"w0", "w1"} - here):
             self.incarnation += 1
             self.world.connect(name, str(self.incarnation))
-        return self.rng.choice(list(self.world.workers.values()))
+        return self.rng.choice([w for w in self.world.workers.values() if not w.is_exchange])
+
+    def fetch(self) -> None:
+        """The exchange goes on with a fetch, where there is one; else it comes, or dies."""
+        exchange = next((w for w in self.world.workers.values() if w.is_exchange), None)
+        if exchange is None:
+            self.incarnation += 1
+            self.world.connect_exchange("n0", str(self.incarnation))
+        elif exchange.fetches:
+            number = self.rng.choice(list(exchange.fetches))
+            if exchange.fetches[number][1] and self.rng.random() < 0.7:
+                self.world.arrive(exchange, number, self.rng.choice([1, 2]))
+            else:
+                self.world.end_fetch(exchange, number, self.rng.choice(["", "load_failed", "evicted"]))
+        elif self.rng.random() < 0.05:
+            self.world.die(exchange)
 
     def store(self) -> None:
         worker, path = self.worker(), self.rng.choice(PATHS)
@@ -136,7 +152,8 @@ class Life:
         tenant, path = self.rng.choice(TENANTS), self.rng.choice(PATHS)
         keys = chain_keys(tenant, path)
         is_lossy = INT4C in {variant for _, variant in self.world.payloads} and self.rng.random() < 0.5
-        chain = chain_of(keys, variant=BF16 if self.world.payloads is ONE_SIZE else FP8)
+        variant = BF16 if self.world.payloads is ONE_SIZE else FP8
+        chain = chain_of(keys, variant=variant, spec=spec_of((0, variant)))
         if is_lossy:
             chain = chain_of(keys, variant=FP8, decayed=INT4C, recent=1 << 30, any_variant=True)
         self.world.locate(
@@ -148,6 +165,7 @@ class Life:
             content=b"c" * 16,
             chains=[chain],
             last_position=PAGE_TOKENS * len(path),
+            remotes=[("n1", self.rng.randrange(6))],
         )
 
     def copy(self) -> None:

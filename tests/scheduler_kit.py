@@ -220,7 +220,8 @@ class Machine:
         self.check_rows()
         table = self.table
         assert table.limbo == table.copies_in_flight == 0
-        assert sum(table.frames.slabs.used.values()) == sum(table.counts.values())
+        used = sum(table.frames.slabs.used.values())
+        assert used == sum(table.counts.values()) + len(table.frames.lent)
 
     def step(self) -> None:
         self.now += 1.0
@@ -242,7 +243,7 @@ class Machine:
                 self.demote(demotion.seq, page)
         self.asked += step.loads
         busy = self.saving or self.below or self.coming or self.asked
-        assert step.rows or step.ops or step.demotions or busy, "nothing can go on"
+        assert step.rows or step.ops or step.demotions or busy or self.table.lent_bytes, "nothing can go on"
         self.answer_some(0.2)
         for row in step.rows:
             self.compute(row)

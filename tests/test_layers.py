@@ -25,10 +25,16 @@ ONLY_IN = {
     "triton": ["kernels/*"],
     "lmdb": ["tier/ssd.py"],
     "ray": ["cluster/*", "workers/actor.py"],
-    "grpc": ["proto/*", "workers/transfer.py", "cluster/gateway*.py", "src/kvtier/cli/client.py"],
+    "grpc": [
+        "proto/*",
+        "workers/transfer.py",
+        "cluster/gateway*.py",
+        "cluster/exchange*.py",
+        "src/kvtier/cli/client.py",
+    ],
     "grpc_health": ["cluster/gateway*.py", "src/kvtier/cli/client.py"],
     "grpc_reflection": ["cluster/gateway*.py"],
-    "google": ["proto/*", "cluster/gateway*.py"],
+    "google": ["proto/*", "cluster/gateway*.py", "cluster/exchange*.py"],
     "transformers": ["workers/model*.py"],
     "tokenizers": ["workers/model*.py"],
     "huggingface_hub": ["workers/model*.py"],
@@ -48,7 +54,8 @@ PURE_WORKERS = (
     *("sequence", "page_table", "scheduler"),
     *("frames", "page_cache", "page_pool", "pooled_pages"),
     *("ghosts", "ranks", "turns", "costs", "expected"),
-    *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1"),
+    *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1", "handover"),
+    *("group_plan", "group_share"),
 )
 PURE = (
     [
@@ -67,6 +74,7 @@ PURE = (
             ),
             *("ghost_cache", "guard", "hazard", "oldest", "policies", "releases", "run_table", "rvi"),
             *("sampled", "three_terms"),
+            *("peer", "peer_record", "peer_runs"),
             *("plan", "plan_notes", "plan_tiers", "model_numbers", "model_presets"),
             *("checkpoint", "recording", "recorded_node", "recorded_trace", "rerun"),
             *("trace", "trace_formats", "trace_pages", "replay", "replay_chain", "replay_models"),
@@ -76,6 +84,9 @@ PURE = (
                 "events",
                 "misses",
                 "recipe",
+                "lending",
+                "lent_check",
+                "lent_frames",
                 "lookup",
                 "slots",
                 "room",
@@ -90,12 +101,21 @@ PURE = (
                 "chain_replay",
                 "chain_upper",
                 "chain_node",
+                "feed",
+                "fetches",
+                "remote",
             ),
         )
     ]
     + [f"tier/baselines/{file.name}" for file in sorted((ROOT / "tier/baselines").glob("*.py"))]
     + [f"workers/{name}.py" for name in PURE_WORKERS]
-    + [f"cluster/{name}.py" for name in ("config", "policies", "routing", "text")]
+    + [
+        f"cluster/{name}.py"
+        for name in ("config", "config_nodes", "config_values", "policies", "routing", "text")
+    ]
+    + [f"cluster/{name}.py" for name in ("gateway_status", "life")]
+    + [f"cluster/directory_{name}.py" for name in ("core", "slots", "table")]
+    + [f"cluster/{name}.py" for name in ("simulation", "simulation_node", "simulation_parts")]
 )
 IMPURE_MODULES = {
     "time",

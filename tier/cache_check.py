@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
+from kvtier.tier.lent_check import CheckedFrames, kinds_by_key
 from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.records import HostCopy, Kind, Leaving, Page, SsdCopy, kind_of, parent_key
+from kvtier.tier.records import HostCopy, Leaving, RemoteLoad, SsdCopy, parent_key
 from kvtier.tier.shares import UNLIMITED
-from kvtier.tier.worth import RankedState
 
 
-class CheckedState(RankedState):
+class CheckedState(CheckedFrames):
     """A RankedState that can tell whether its tables agree."""
 
     def check(self) -> None:
@@ -19,15 +18,18 @@ class CheckedState(RankedState):
         self._check_slots()
         self._check_readers()
         self._check_transfers()
+        self._check_fetches()
         self._check_waiting()
         self._check_pages()
         self._check_superseded()
         self._check_leaving()
         self._check_ssd()
+        self._check_peers()
         self._misses.check()
         self._check_shares()
         self._histories.check({page.row for page in self._pages.values()})
-        for orders in (*self._orders.values(), *self._spare_orders, *self._ssd_orders.values()):
+        peer_orders = [*self._peer_orders.values(), *self._spare_peer_orders]
+        for orders in (*self._orders.values(), *self._spare_orders, *self._ssd_orders.values(), peer_orders):
             for order in orders:
                 order.check()
         assert not (self._drops or self._wipes or self._write_commands or self._answers or self._out)
@@ -82,7 +84,11 @@ class CheckedState(RankedState):
                 readers.update(request.held.keys())
                 holds.update(request.held.keys())
                 for ref, load in request.waits.items():
-                    assert (request, ref) in load.waiters and load.page.load is load
+                    assert (request, ref) in load.waiters
+                    if isinstance(load, RemoteLoad):
+                        assert self._fetches.coming.get(load.id) is load, "an abandoned load is waited for"
+                    else:
+                        assert load.page.load is load
         readers.update(write.copy for write in self._writes.values())
         readers.update(load.source for load in self._queue)
         readers.update(load.source for load in self._reads.values())
@@ -109,10 +115,15 @@ class CheckedState(RankedState):
         assert len(self._reads) <= 1 or self._read_bytes + self._rising_bytes <= self.max_rising_bytes
         assert len(self._writes) <= 1 or self._write_bytes <= self.max_write_bytes
         assert self._queued_bytes == sum(load.page.envelope.payload_bytes for load in self._queue)
-        for slot, load in self._arriving.items():
-            assert load.grant is not None and load.grant.slot == slot
-            assert load.transfer is not None and self._reads[load.transfer] is load
-        assert len(self._arriving) == len(self._reads)
+        for slot, arriving in self._arriving.items():
+            assert arriving.grant is not None and arriving.grant.slot == slot
+            if isinstance(arriving, RemoteLoad):
+                assert arriving.fetch is not None
+                assert self._fetches.running[arriving.fetch].pages[arriving.id] is arriving
+            else:
+                assert arriving.transfer is not None and self._reads[arriving.transfer] is arriving
+        fetched = sum(len(fetch.pages) for fetch in self._fetches.running.values())
+        assert len(self._arriving) == len(self._reads) + fetched
         for load in [*self._queue, *self._reads.values()]:
             if load.page.load is load:
                 assert load.page.host is None and load.page.ssd is load.source
@@ -128,6 +139,21 @@ class CheckedState(RankedState):
             assert page.host is not None and page.ssd is None and self._pages[page.id] is page
             assert self._sinks(page)
 
+    def _check_fetches(self) -> None:
+        """What is to come from other nodes isn't here, is waited for while it is queued, and is one exchange's to bring."""
+        self._fetches.check()
+        exchange = self._exchange
+        assert self._num_exchanges == sum(worker.is_exchange for worker in self._live())
+        assert exchange is None or (self._workers[exchange.ref] is exchange and not exchange.fenced)
+        assert exchange is not None or not self._fetches.queued, "pages are queued that nobody can fetch"
+        for fetch in self._fetches.running.values():
+            assert self._workers[fetch.exchange.ref] is fetch.exchange and fetch.exchange.is_exchange
+            assert exchange is fetch.exchange or not any(load.waiters for load in fetch.pages.values())
+        for page_id, load in self._fetches.coming.items():
+            assert page_id not in self._pages, "a page is to come that is here"
+            for request, ref in load.waiters:
+                assert request.waits[ref] is load and request.worker.requests[request.request_id] is request
+
     def _check_waiting(self) -> None:
         """Nothing waits that could go on, and what waits for a slot can get one."""
         waiting: set[int] = set()  # sizes of the slots that are waited for
@@ -138,6 +164,7 @@ class CheckedState(RankedState):
                 waiting.add(slot_bytes(payload_bytes))
         if self._queue and self._may_read(next(iter(self._queue)).page):
             waiting.add(next(iter(self._queue)).page.slot_bytes)
+        waiting |= self._fetches.sizes_waited_for()
         for size in waiting:
             assert self._slots.available(size) > 0, "a slot is waited for that will never come"
             assert not self._has_victim(size), "a slot is waited for though one could be had"
@@ -192,7 +219,7 @@ class CheckedState(RankedState):
         listed = sum(len(order) for orders in self._ssd_orders.values() for order in orders)
         assert listed == sum(p.ssd_order is not None for p in pages)
         assert len({page.row for page in pages}) == len(pages), "two pages of one history"
-        assert self._host_holds.keys == _kinds_by_key(p for p in self._pages.values() if p.host is not None)
+        assert self._host_holds.keys == kinds_by_key(p for p in self._pages.values() if p.host is not None)
 
     def _check_leaving(self) -> None:
         """What leaves L3 has somewhere to be found, or nothing behind it in its chain; what is above is one worker's."""
@@ -240,16 +267,8 @@ class CheckedState(RankedState):
             assert not (self._ssd_holds.keys or self._writes or self._to_write or self._leaving)
             return
         pages = [page for page in self._pages.values() if page.ssd is not None]
-        assert self._ssd_holds.keys == _kinds_by_key(pages)
+        assert self._ssd_holds.keys == kinds_by_key(pages)
         sealed = [page.ssd for page in pages if page.ssd is not None]
         entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
         assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
         assert self._ssd.used_bytes == sum(e.slot_bytes for e in entries) <= self._ssd.capacity_bytes
-
-
-def _kinds_by_key(pages: Iterable[Page]) -> Counter[frozenset[Kind]]:
-    """How many keys have pages of which kinds."""
-    kinds: dict[bytes, set[Kind]] = {}
-    for page in pages:
-        kinds.setdefault(page.envelope.key, set()).add(kind_of(page.envelope))
-    return Counter(map(frozenset, kinds.values()))

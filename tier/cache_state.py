@@ -15,9 +15,10 @@ from kvtier.tier.events import (
     StoredBefore,
     WorkerRef,
 )
-from kvtier.tier.messages import Grant, HostPage, Loaded, LoadFailed, Missing, PageRef
+from kvtier.tier.fetches import Fetches
+from kvtier.tier.lent_frames import LentFrames
+from kvtier.tier.messages import CameFrom, Grant, HostPage, Loaded, LoadFailed, Missing, PageRef
 from kvtier.tier.misses import Misses, at
-from kvtier.tier.outbox import Outbox
 from kvtier.tier.page import Envelope, TierName, slot_bytes
 from kvtier.tier.policies import make_policy
 from kvtier.tier.ranking import Histories, Order
@@ -35,6 +36,8 @@ from kvtier.tier.records import (
     Limits,
     Load,
     Page,
+    PeerCopy,
+    RemoteLoad,
     Request,
     SsdCopy,
     SsdRank,
@@ -49,14 +52,14 @@ from kvtier.tier.records import (
 from kvtier.tier.score import PolicySettings, Use
 from kvtier.tier.shares import Shares
 from kvtier.tier.slots import HostSlots
-from kvtier.tier.stats import Snapshot, TierCounters
+from kvtier.tier.stats import FetchCounters, Snapshot, TierCounters
 
 WriteMode = Literal["through", "demote"]
 NO_KINDS: frozenset[Kind] = frozenset()
 MAX_GHOSTS = 1_000_000  # pages that aren't here and whose uses are remembered
 
 
-class CacheState(Outbox):
+class CacheState(LentFrames):
     """All that a node knows of its cache: slots, pages, workers, requests and transfers, and the commands to give.
 
     `check` (cache_check.py) states the invariants; every event leaves them true.
@@ -81,8 +84,9 @@ class CacheState(Outbox):
         write: WriteMode = "through",
         shares: Mapping[bytes, float] | None = None,
         page_bytes: int | None = None,
+        directory: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(directory)
         self.node_id, self.incarnation = node_id, incarnation
         self.limits = limits or Limits()
         # Bytes of slots in flight; one page more than none may always be.
@@ -107,7 +111,7 @@ class CacheState(Outbox):
         self._generation = 0  # of the latest grant
         self._granted: dict[int, Worker] = {}
         self._copies: dict[int, HostCopy] = {}
-        self._arriving: dict[int, Load] = {}
+        self._arriving: dict[int, Load | RemoteLoad] = {}
         capacity_bytes = host.capacity_bytes + (0 if ssd is None else ssd.capacity_bytes)
         capacity_pages = max(1, capacity_bytes // slot_bytes(page_bytes or 1))
         self._policy = make_policy(policy, capacity_pages)
@@ -144,6 +148,9 @@ class CacheState(Outbox):
         self._queue: dict[Load, None] = {}
         self._queued_bytes = 0  # payloads of the queued loads
         self._reads: dict[int, Load] = {}
+        self._fetches = Fetches(self.limits, host.capacity_bytes)
+        self._exchange: Worker | None = None  # of this node, where there is one that is heard
+        self._num_exchanges = 0  # of the workers
         self._read_bytes = 0  # slots of the reads
         self._rising_bytes = 0  # slots of the copies that rise
         self._to_write: dict[Page, None] = {}
@@ -158,19 +165,25 @@ class CacheState(Outbox):
         self._host_counters = TierCounters()
         self._ssd_counters = TierCounters()
 
+        self._remote_counters = TierCounters()
+        self._fetch_counters = FetchCounters()
+
         for root, fields in roots:
             self._misses.add_root(root, fields)
         if stored_before is not None:
             self._misses.recall(stored_before)
         self._recover(recovered)
         self._mourn(lost)
+        self._holds = {}  # what was recovered is in `holds`
 
     # ---- what others may ask -----------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
         """Nothing is in flight or waiting, and nothing is leased (pins and stocks aside)."""
-        return self.is_written and not (
+        if not (self.is_written and self._fetches.is_idle):
+            return False
+        return not (
             self._queue or self._reads or self._checks or self._jobs or any(w.requests for w in self._live())
         )
 
@@ -190,7 +203,31 @@ class CacheState(Outbox):
         self._ssd_holds.describe(ssd, self._raw_payloads)
         host.policy = ssd.policy = self._policy.state
         host.fallbacks = ssd.fallbacks = self._policy.fallbacks
-        return Snapshot(tiers={TierName.HOST: host, TierName.SSD: ssd})
+        peer = self._peer_snapshot(self._raw_payloads)
+        remote = replace(self._remote_counters, loads_s=self._remote_counters.loads_s.copy())
+        fetches = replace(self._fetch_counters, failed_pages=dict(self._fetch_counters.failed_pages))
+        return Snapshot(
+            tiers={
+                TierName.PEER: peer,
+                TierName.HOST: host,
+                TierName.SSD: ssd,
+                TierName.REMOTE: remote,
+            },
+            fetches=fetches,
+        )
+
+    def holds(self) -> dict[TierName, list[bytes]]:
+        """Keys of the pages that each tier holds as the model computed them: what a directory is told at first.
+
+        What was made from others is not among them: no other node can use it.
+        """
+        held: dict[TierName, list[bytes]] = {TierName.PEER: [], TierName.HOST: [], TierName.SSD: []}
+        for page in self._pages.values():
+            if not page.envelope.made_from:
+                for tier, keys in held.items():
+                    if _copy_in(page, tier) is not None:
+                        keys.append(page.envelope.key)
+        return held
 
     def pages(self, tenant: bytes | None, tier: TierName | None, limit: int, now: float) -> list[PageInfo]:
         """Copies of a tenant's pages (None: of all) in a tier (None: in both), at most `limit`."""
@@ -198,7 +235,11 @@ class CacheState(Outbox):
         for page in self._pages.values():
             if tenant is not None and page.envelope.tenant != tenant:
                 continue
-            host, ssd, load = page.host, page.ssd, page.load
+            host, ssd, load, peer = page.host, page.ssd, page.load, page.peer
+            if peer is not None and tier in (None, TierName.PEER):
+                found.append(
+                    page_info(self.node_id, page, page.envelope, TierName.PEER, peer.readers, "sealed", now)
+                )
             if host is not None and tier in (None, TierName.HOST):
                 found.append(
                     page_info(self.node_id, page, host.envelope, TierName.HOST, host.readers, "sealed", now)
@@ -231,7 +272,7 @@ class CacheState(Outbox):
             page.ssd = SsdCopy(entry)
             page.uses = entry.uses
             self._shares.take(TierName.SSD, page.owner, entry.slot_bytes)
-            self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
+            self._enter(page, TierName.SSD)
             if page.content:
                 self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
             by_use.setdefault(last_use, []).append(page)
@@ -280,7 +321,7 @@ class CacheState(Outbox):
         self._copies[grant.slot] = copy
         page.host = copy
         self._shares.take(TierName.HOST, page.owner, page.slot_bytes)
-        self._host_holds.add(page.envelope, self._kinds_beside(page, TierName.HOST))
+        self._enter(page, TierName.HOST)
         if page.pinned:
             self._mark_lasting(copy)
         self._settle(page)
@@ -292,6 +333,8 @@ class CacheState(Outbox):
             return
         self._fail_waiters(page, reason, detail)
         del self._pages[page.id]
+        if page.peer is not None:
+            self._drop_peer(page)
         self._touched.pop(page, None)
         if page.pinned:
             self._set_pinned(page, False)
@@ -321,7 +364,7 @@ class CacheState(Outbox):
         copy, page.host = page.host, None
         assert copy is not None
         page.leaving = Leaving.STAYS
-        self._host_holds.remove(page.envelope, self._kinds_beside(page, TierName.HOST))
+        self._exit(page, TierName.HOST)
         self._to_write.pop(page, None)
         self._settle(page)
         if page.pinned or copy.holds:
@@ -335,7 +378,7 @@ class CacheState(Outbox):
         assert copy is not None
         if page.leaving is Leaving.SINKS and page.envelope.key not in self._children:
             page.leaving = Leaving.GOES
-        self._ssd_holds.remove(page.envelope, self._kinds_beside(page, TierName.SSD))
+        self._exit(page, TierName.SSD)
         self._drops.append(page.id)
         self._touched.pop(page, None)
         self._settle(page)
@@ -462,7 +505,11 @@ class CacheState(Outbox):
         for ref in [ref for ref in request.waits if ref[1] >= from_page]:
             load = request.waits.pop(ref)
             del load.waiters[request, ref]
-            if not load.waiters and load.page.load is load and load.transfer is None:
+            if load.waiters:
+                continue
+            if isinstance(load, RemoteLoad):
+                self._fetches.unwanted(load)
+            elif load.page.load is load and load.transfer is None:
                 load.page.load = None
                 self._unqueue(load)
 
@@ -475,26 +522,31 @@ class CacheState(Outbox):
         del self._queue[load]
         self._queued_bytes -= load.page.envelope.payload_bytes
 
-    def _serve_waiters(self, page: Page, copy: HostCopy, *, from_ssd: bool) -> None:
-        """The page is in L3: all that wait for it get a lease. A load that another way overtook is abandoned."""
+    def _serve_waiters(self, page: Page, copy: HostCopy, came_from: CameFrom) -> None:
+        """The page is in L3: all that wait for it get a lease. Loads that another way overtook are abandoned."""
         load, page.load = page.load, None
-        if load is None:
-            return
+        if load is not None:
+            self._serve(load, copy, came_from)
+            if load.transfer is None:
+                self._unqueue(load)
+        fetch = self._fetches.forget(page.id)
+        if fetch is not None:
+            self._serve(fetch, copy, came_from)
+
+    def _serve(self, load: Load | RemoteLoad, copy: HostCopy, came_from: CameFrom) -> None:
         for request, ref in load.waiters:
             del request.waits[ref]
-            found = self._lease(request, ref, copy, from_ssd=from_ssd)
+            found = self._lease(request, ref, copy, came_from)
             self._send(request.worker, Loaded(request.request_id, [found]))
         load.waiters = {}
-        if load.transfer is None:
-            self._unqueue(load)
 
-    def _lease(self, request: Request, ref: PageRef, copy: HostCopy, *, from_ssd: bool) -> HostPage:
+    def _lease(self, request: Request, ref: PageRef, copy: HostCopy, came_from: CameFrom) -> HostPage:
         copy.readers += 1
         copy.leases += 1
         request.leases[ref] = copy
         page = copy.envelope
         return HostPage(
-            ref, copy.grant, page.key, page.variant, page.spec_digest, page.checksum, page.tokens, from_ssd
+            ref, copy.grant, page.key, page.variant, page.spec_digest, page.checksum, page.tokens, came_from
         )
 
     def _fail_waiters(self, page: Page, reason: str, detail: str) -> None:
@@ -502,13 +554,16 @@ class CacheState(Outbox):
         load, page.load = page.load, None
         if load is None:
             return
+        self._fail(load, reason, detail)
+        if load.transfer is None:
+            self._unqueue(load)
+
+    def _fail(self, load: Load | RemoteLoad, reason: str, detail: str) -> None:
         for request, ref in list(load.waiters):
             if request.waits.get(ref) is load:
                 self._send(request.worker, LoadFailed(request.request_id, Missing(ref[1], reason, detail)))
                 self._end_waits(request, ref[1])
                 self._forget_if_over(request)
-        if load.transfer is None:
-            self._unqueue(load)
 
     # ---- pages made from others ----------------------------------------------------------------------------
 
@@ -570,6 +625,28 @@ class CacheState(Outbox):
             )
         return not is_slow
 
+    def _enter(self, page: Page, tier: TierName) -> None:
+        """A tier holds the page from now on."""
+        self._holds_of(tier).add(page.envelope, self._kinds_beside(page, tier))
+        self._tell_directory(page, tier)
+
+    def _exit(self, page: Page, tier: TierName) -> None:
+        """A tier holds the page no longer."""
+        self._holds_of(tier).remove(page.envelope, self._kinds_beside(page, tier))
+        self._tell_directory(page, tier)
+
+    def _holds_of(self, tier: TierName) -> Holdings:
+        if tier is TierName.PEER:
+            return self._peer_holds
+        return self._host_holds if tier is TierName.HOST else self._ssd_holds
+
+    def _tell_directory(self, page: Page, tier: TierName) -> None:
+        """Of pages as the model computed them alone: what was made from others serves no other node."""
+        if self._tells_holds and not page.envelope.made_from:
+            key = page.envelope.key
+            copies = (_copy_in(other, tier) for other in self._named(key) if not other.envelope.made_from)
+            self._holds_changed(tier, key, any(copy is not None for copy in copies))
+
     def _kinds_beside(self, page: Page, tier: TierName) -> frozenset[Kind]:
         """The kinds of the other pages of this page's key that a tier holds."""
         if len(self._variants) == 1:
@@ -577,7 +654,7 @@ class CacheState(Outbox):
         return frozenset(
             kind_of(other.envelope)
             for other in self._named(page.envelope.key)
-            if other is not page and (other.host if tier is TierName.HOST else other.ssd) is not None
+            if other is not page and _copy_in(other, tier) is not None
         )
 
     # ---- the orders of eviction --------------------------------------------------------------------------------
@@ -651,7 +728,7 @@ class CacheState(Outbox):
 
     def _orders_of(self, size: int, owner: bytes) -> list[Order[Page]]:
         """The orders of a size that comes into use; those of sizes that nobody uses any more make place."""
-        for key in [k for k, o in self._orders.items() if k[0] not in self._sizes and not any(map(len, o))]:
+        for key in [k for k in self._orders if k[0] not in self._sizes and not self._slots.used_slots(k[0])]:
             self._spare_orders.append(self._orders.pop(key))
         spare = self._spare_orders
         orders = spare.pop() if spare else host_orders(self._policy, demotes=self._demotes)
@@ -719,3 +796,10 @@ class CacheState(Outbox):
 
     def _by_request(self, tier: TierName) -> str:
         return f"evicted from {tier} by request at {self._wall()}"
+
+
+def _copy_in(page: Page, tier: TierName) -> PeerCopy | HostCopy | SsdCopy | None:
+    """A page's copy in a tier of the node."""
+    if tier is TierName.PEER:
+        return page.peer
+    return page.host if tier is TierName.HOST else page.ssd

@@ -36,28 +36,37 @@ from kvtier.tier.events import (
     WriteFailed,
 )
 from kvtier.tier.identity import root_key
+from kvtier.tier.lending import Lending
 from kvtier.tier.lookup import Hit, Lookup, malformed
 from kvtier.tier.messages import (
+    ArenaUnopened,
     Copied,
+    Fetched,
     Finished,
     Granted,
     Hello,
     HostPage,
+    Lend,
     Locate,
     Located,
     Missing,
     NewRoot,
     PageRef,
+    PeerPage,
+    Reclaim,
     Refused,
     Release,
+    ReturnFrames,
     ReturnSlots,
     Stored,
+    StoredInPeer,
     StoredPage,
     ToNode,
+    WantFrames,
     WantSlots,
     Welcome,
 )
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, slot_bytes
+from kvtier.tier.page import HEADER_BYTES, Envelope, slot_bytes
 from kvtier.tier.records import (
     HostCopy,
     Leaving,
@@ -66,11 +75,11 @@ from kvtier.tier.records import (
     Request,
     Worker,
 )
+from kvtier.tier.remote import Remotes
 from kvtier.tier.uses import malformed as malformed_use
-from kvtier.tier.verbs import Verbs
 
 
-class Coordinator(Verbs):
+class Coordinator(Remotes, Lending):
     """All decisions of a node's cache. One owner calls it, from one thread.
 
     L3 is what `host` has of slots (none: the tier is off, and with it what it would reach); L4 is what `ssd` allocates
@@ -100,6 +109,7 @@ class Coordinator(Verbs):
         while self._pump_more():
             self._pump_slots()
         self._pump_checks()
+        self._pump_frames()
         return self._take_commands()
 
     def _pump_more(self) -> bool:
@@ -114,6 +124,7 @@ class Coordinator(Verbs):
         while self._has_emptied:  # one size has got its slot, so another's turn may have come
             self._has_emptied = False
             self._pump_loads()
+            self._pump_fetches()
             self._pump_grants()
 
     # ---- events ------------------------------------------------------------------------------------------------
@@ -168,8 +179,12 @@ class Coordinator(Verbs):
                 for grant in message.grants:
                     if self._end_grant(worker, grant):
                         self._slots.free(grant.slot)
+            case Stored() if worker.is_exchange:
+                self._fetched_pages(worker, message)
             case Stored():
                 self._stored(worker, message)
+            case Fetched():
+                self._fetched(worker, message)
             case Locate():
                 self._locate(worker, message)
             case Copied():
@@ -180,6 +195,18 @@ class Coordinator(Verbs):
                 request = worker.requests.get(message.request_id)
                 if request is not None:
                     self._release(request, message.from_page)
+            case Lend():
+                self._fence_if(worker, self._lend(worker, message))
+            case Reclaim():
+                self._reclaim(worker, message)
+            case WantFrames():
+                self._fence_if(worker, self._want_frames(worker, message))
+            case ReturnFrames():
+                self._return_frames(worker, message)
+            case StoredInPeer():
+                self._stored_in_peer(worker, message)
+            case ArenaUnopened():
+                self._unopened(worker, message)
 
     def _hello(self, ref: WorkerRef, hello: Hello) -> None:
         if ref in self._workers:
@@ -193,6 +220,9 @@ class Coordinator(Verbs):
             if older.ref.worker_id == ref.worker_id:
                 self._fence(older, "a newer start of the same worker has connected")
         worker = self._workers[ref] = Worker(ref, hello)
+        if worker.is_exchange:
+            self._exchange_came(worker)
+            return
         self._sizes.update(worker.sizes)
         for spec, nbytes in hello.raw_payloads.items():
             self._raw_payloads.pop(spec, None)
@@ -201,13 +231,18 @@ class Coordinator(Verbs):
             del self._raw_payloads[next(iter(self._raw_payloads))]
         self._learn_root(hello.root_fields)
         self._send(worker, Welcome(self.node_id, self.incarnation, self._slots.capacity_bytes))
+        self._meet(worker)
 
     def _refusal(self, hello: Hello) -> str | None:
         """Why this worker can't be served; None when it can."""
         if len(self._workers) >= self.limits.workers:
             return f"{self.limits.workers} workers are connected, no more are served"
+        if hello.role == "exchange":
+            return "an exchange has no pages of its own, this one names some" if hello.payloads else None
         if not 0 < len(hello.payloads) <= self.limits.sizes_per_worker:
             return f"the worker names {len(hello.payloads)} kinds of pages, 1 to {self.limits.sizes_per_worker} are served"
+        if hello.arena_bytes and hello.incarnation in self._lenders:
+            return f"a worker of incarnation {hello.incarnation} lends frames already"
         largest, smallest = max(hello.payloads.values()), min(hello.payloads.values())
         if smallest <= 0:
             return f"pages of {smallest} bytes can't be"
@@ -231,6 +266,8 @@ class Coordinator(Verbs):
         worker.fenced = True
         self._forget_wants(worker)
         self._sizes -= Counter(worker.sizes)
+        if worker.is_exchange:
+            self._exchange_gone(worker)
         if self._demotes:
             for page in self._pages.values():
                 if page.above and page.user == ref:
@@ -240,14 +277,22 @@ class Coordinator(Verbs):
         for grant in list(worker.grants.values()):
             self._end_grant(worker, grant)
             self._slots.free(grant.slot)
+        self._peer_gone(worker)
+
+    def _fence_if(self, worker: Worker, wrong: str | None) -> None:
+        if wrong is not None:
+            self._fence(worker, wrong)
 
     def _fence(self, worker: Worker, reason: str) -> None:
         if not worker.fenced:
             worker.fenced = True
             self._forget_wants(worker)
             self._out.append(Disconnect(worker.ref, reason))
+            if worker.is_exchange:
+                self._exchange_went(worker)
 
     def _forget_wants(self, worker: Worker) -> None:
+        self._forget_frame_wants(worker)
         for want in [want for want in self._wants if want[0] is worker]:
             del self._wants[want]
 
@@ -300,25 +345,10 @@ class Coordinator(Verbs):
             self._restore(page)
             self._came_down(page, worker)
             return page.host
-        if page is not None and page.envelope.payload_bytes != stored.grant.payload_bytes:
-            self._purge(page, "lost", wipe=False)  # no keys of ours name pages of two sizes
-            page = None
-        envelope = _envelope(stored)
-        if page is None:
-            page = self._create(envelope, stored.content, self._now)
-        page.last_use = self._now
-        self._restore(page)
+        page = self._page_of(stored)
         self._came_down(page, worker)
         self._host_counters.demoted_pages += 1
-        self._host_counters.bytes_in += page.envelope.payload_bytes
-        copy = self._arrive(page, stored.grant, envelope)
-        self._serve_waiters(page, copy, from_ssd=False)
-        self._queue_write(page)
-        if stored.content and stored.depth == 0:
-            self._misses.add_content(stored.tenant, stored.content, stored.root, page_id)
-            if self._misses.unsaved >= self.limits.contents_unsaved:
-                self._save_stored()
-        return copy
+        return self._put_in(page, stored, "L3")
 
     def _came_down(self, page: Page, worker: Worker) -> None:
         """A worker has stored the page: its copies here count."""
@@ -328,23 +358,14 @@ class Coordinator(Verbs):
         if not self._demotes:
             self._histories.begin([page.row], self._now)  # its request still runs
 
-    def _is_used_by(self, page: Page, worker: Worker) -> None:
-        """Remember whether one worker alone uses a page."""
-        page.shared |= page.user not in (None, worker.ref)
-        page.user = worker.ref
-
-    def _bring_back(self, page: Page) -> None:
-        """What a worker had taken up may not come down again."""
-        if page.above:
-            page.above = False
-            if page.host is not None and page.ssd is not None:
-                page.leaving = Leaving.SINKS  # on its way through L3, until it is known who has it
-            self._settle(page)
-
     # ---- lookups and leases ------------------------------------------------------------------------------------
 
     def _locate(self, worker: Worker, message: Locate) -> None:
         wrong = malformed(message)
+        if wrong is not None and worker.is_exchange:  # another node's words, which may be of another version
+            missing = Missing(message.first_page, "variant", f"it asked for {wrong}")
+            self._send(worker, Located(message.request_id, message.first_page, [], [], missing))
+            return
         if wrong is not None:
             self._fence(worker, f"it asked for {wrong}")
             return
@@ -353,12 +374,13 @@ class Coordinator(Verbs):
             why = f"{self.limits.requests_per_worker} requests of this worker are served, no more are"
             self._located(worker, message, self._without_node(message, "no_room", why))
             return
-        before = list(request.leases.values())
+        before, of_peers = list(request.leases.values()), list(request.peer_leases.values())
         self._end_waits(request, 0)
-        request.leases = {}
+        request.leases, request.peer_leases = {}, {}
         self._located(worker, message, self._find(worker, message), request)
         for copy in before:
             self._end_lease(copy)
+        self._end_peer_reads(of_peers)
         self._forget_if_over(request)
         if len(self._touched) >= self.limits.persist_every:
             self._persist_uses()
@@ -374,19 +396,27 @@ class Coordinator(Verbs):
         hit, missing = found
         host: list[HostPage] = []
         loading: list[PageRef] = []
+        peers: list[PeerPage] = []
         for ref, page in hit.needed:
             assert request is not None
             page.last_use = self._now
-            self._restore(page)
-            self._is_used_by(page, worker)
-            self._bring_back(page)
-            if page.host is not None:
-                host.append(self._lease(request, ref, page.host, from_ssd=False))
+            if not worker.is_exchange:
+                self._restore(page)
+                self._is_used_by(page, worker)
+                self._bring_back(page)
+            peer = self._peer_copy_for(worker, page)
+            if peer is not None:
+                peers.append(self._lease_peer(request, ref, peer))
+            elif page.host is not None:
+                host.append(self._lease(request, ref, page.host, "L3"))
             else:
                 self._wait_for(page, request, ref)
                 loading.append(ref)
-        self._histories.begin([page.row for _, page in hit.needed], self._now)
-        self._send(worker, Located(message.request_id, hit.pages, host, loading, missing))
+        if not worker.is_exchange:
+            self._histories.begin([page.row for _, page in hit.needed], self._now)
+        if hit.source is not None and request is not None:
+            loading += self._fetch_absent(request, message, hit, hit.source)
+        self._send(worker, Located(message.request_id, hit.pages, host, loading, missing, peers))
 
     def _without_node(self, message: Locate, reason: str, detail: str) -> tuple[Hit, Missing | None]:
         """What L1 alone can serve."""
@@ -406,11 +436,17 @@ class Coordinator(Verbs):
             # Keys are salted per tenant and digest the page's shape, so a page found by key fits; this is the second lock.
             if page is None or page.envelope.tenant != tenant:
                 return None
+            if worker.is_exchange:
+                # What was made from another page is no page to give away: the other node computes as it is told.
+                is_own = page.envelope.root == message.root and not page.envelope.made_from
+                return page if is_own else None
             return page if payloads.get(page.envelope.spec_digest) == page.envelope.payload_bytes else None
 
         lookup = Lookup(message, find, self.limits.keys_per_locate)
         hit = lookup.longest()
-        to_load = [page for _, page in hit.needed if page.host is None]
+        to_load = [
+            page for _, page in hit.needed if page.host is None and not self._peer_copy_for(worker, page)
+        ]
         if to_load and message.recompute_s > 0:
             resident = lookup.longest_resident()
             why = self._costlier(to_load, (hit.pages - resident.pages) * message.recompute_s)
@@ -418,6 +454,10 @@ class Coordinator(Verbs):
                 return resident, Missing(resident.pages, "costlier", why)
             if why is not None:
                 hit = resident
+        if message.remotes and hit.pages < lookup.end:
+            hit, costlier = self._with_remotes(worker, message, lookup, hit)
+            if costlier is not None:
+                return hit, costlier
         return hit, self._why_not_longer(lookup, hit, message)
 
     def _costlier(self, pages: list[Page], compute_s: float) -> str | None:
@@ -466,17 +506,23 @@ class Coordinator(Verbs):
         request = worker.requests.get(message.request_id)
         if request is None:
             return
+        if self._copied_from_peers(worker, request, message):
+            self._forget_if_over(request)
+            return
         corrupt = set(message.corrupt)
         for ref in message.pages:
             copy = request.leases.pop(ref, None)
             if copy is not None:
                 if ref in corrupt:
                     self._drop_corrupt(copy, "a worker's read")
-                elif self._demotes:
+                elif self._demotes and not worker.is_exchange:
                     self._taken_up(copy.page, worker)
                 self._end_lease(copy)
         self._forget_if_over(request)
         self._host_counters.bytes_out += message.nbytes
+        if worker.is_exchange:
+            self._served(message)
+            return
         self._copy_time.copied(message.nbytes, message.seconds)
         if message.pages:
             self._host_counters.loads_s.append(message.seconds / len(message.pages))
@@ -490,7 +536,7 @@ class Coordinator(Verbs):
         self._settle(page)
 
     def _finished(self, worker: Worker, message: Finished) -> None:
-        wrong = malformed_use(message, self.limits.keys_per_locate)
+        wrong = "pages in use" if worker.is_exchange else malformed_use(message, self.limits.keys_per_locate)
         if wrong is None:
             self._end_use(worker, message)
         else:
@@ -498,6 +544,7 @@ class Coordinator(Verbs):
 
     def _release(self, request: Request, from_page: int) -> None:
         self._end_waits(request, from_page)
+        self._end_peer_leases(request, from_page)
         for ref in [ref for ref in request.leases if ref[1] >= from_page]:
             self._end_lease(request.leases.pop(ref))
         if from_page <= 0:
@@ -562,7 +609,7 @@ class Coordinator(Verbs):
             if self._demotes and load.waiters:
                 page.leaving = Leaving.SINKS
             copy = self._arrive(page, grant, load.source.entry.envelope)
-            self._serve_waiters(page, copy, from_ssd=True)
+            self._serve_waiters(page, copy, "L4")
             if copy.leases:
                 copy.rises = True
                 self._rising_bytes += page.slot_bytes
@@ -592,22 +639,6 @@ class Coordinator(Verbs):
             self._settle(page)
             if page.host is not None:
                 self._queue_write(page)
-
-
-def _envelope(stored: StoredPage) -> Envelope:
-    return Envelope(
-        key=PageKey(stored.key),
-        variant=stored.variant,
-        spec_digest=stored.spec_digest,
-        payload_bytes=stored.grant.payload_bytes,
-        checksum=stored.checksum,
-        root=RootKey(stored.root),
-        parent=stored.parent,
-        tenant=stored.tenant,
-        depth=stored.depth,
-        tokens=stored.tokens,
-        made_from=stored.made_from,
-    )
 
 
 def _malformed(hello: Hello, stored: StoredPage) -> str | None:

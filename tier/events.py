@@ -260,6 +260,23 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldsChanged:
+    """Pages that a tier of this node has, or has no more, since the last one: for the cluster's directory."""
+
+    tier: TierName
+    came: tuple[bytes, ...]  # keys
+    left: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HintWrong:
+    """A node has not the page that the cluster's directory said it has."""
+
+    node_id: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One line for the log and for `notes()`."""
 
@@ -278,5 +295,7 @@ Command = (
     | SaveRoots
     | SaveStored
     | Answer
+    | HoldsChanged
+    | HintWrong
     | Note
 )

@@ -6,9 +6,13 @@ The same code on a CPU, where the arena is RAM, and on a GPU: only this file kno
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
+import os
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -40,6 +44,111 @@ def new_arena(num_units: int, unit_bytes: int, device: str | torch.device = "cpu
     with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).zero_().view(num_units, unit_bytes)
+
+
+@dataclass(slots=True)
+class ArenaShare:
+    """What other processes of this user open an arena of `nbytes` by: its memfd, or a handle where it is on a GPU."""
+
+    nbytes: int
+    fd: int | None
+    handle: bytes = b""
+
+    def close(self) -> None:
+        """The memfd is sent to nobody any more; who has it keeps it. Idempotent."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def new_shared_arena(
+    num_units: int, unit_bytes: int, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, ArenaShare]:
+    """As `new_arena`, of memory that other processes can open (`open_peer`).
+
+    On a CPU its pages are small where the kernel gives shared memory no huge ones.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        arena = new_arena(num_units, unit_bytes, device)
+        return arena, ArenaShare(arena.nbytes, None, share_handle(arena))
+    if num_units < 1 or unit_bytes < 1:
+        raise ValueError(f"an arena needs units and bytes, got {num_units} units of {unit_bytes} bytes")
+    nbytes = num_units * unit_bytes
+    whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    fd = os.memfd_create("kvtier-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, whole)
+        # A size that can't change: no holder of the descriptor can turn another's access into SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = mmap.mmap(fd, whole, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        arena = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).zero_().view(num_units, unit_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return arena, ArenaShare(nbytes, fd)
+
+
+def share_handle(arena: torch.Tensor) -> bytes:
+    """What `open_peer` opens an arena on a GPU by, in another process of this machine. Raises RuntimeError."""
+    parts = arena.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return msgspec.msgpack.encode(list(parts))
+
+
+class PeerArena:
+    """Another process's arena, as this one reads and writes it. From any thread; `close` once no copy touches it."""
+
+    def __init__(self, memory: torch.Tensor, mapping: mmap.mmap | None) -> None:
+        """`memory`: uint8 [bytes]."""
+        self.nbytes = memory.numel()
+        self.memory = memory
+        self._mapping = mapping
+
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A frame: a view. Raises ValueError for one that doesn't lie in the arena."""
+        if not 0 < nbytes <= self.nbytes - offset or offset < 0:
+            raise ValueError(f"{nbytes} bytes at {offset} end behind a peer's arena of {self.nbytes}")
+        return self.memory[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Let it go. Idempotent."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # a view is out: the mapping goes with it
+                mapping.close()
+
+
+def open_peer(nbytes: int, fd: int | None, handle: bytes, device: torch.device) -> PeerArena:
+    """Open what a peer shares, for a worker on `device`; `fd` stays the caller's. Raises ValueError, OSError or RuntimeError."""
+    if handle:
+        return PeerArena(_open_handle(nbytes, handle, device), None)
+    if fd is None or device.type != "cpu":
+        raise ValueError(f"a peer's arena in host memory can't be opened on {device}")
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:
+        raise ValueError(f"a peer's arena of {nbytes} bytes can't lie in a file of {size}")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError("a peer's arena lies in a file that may shrink under its readers")
+    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    return PeerArena(torch.frombuffer(mapping, dtype=torch.uint8), mapping)
+
+
+def _open_handle(nbytes: int, handle: bytes, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        raise ValueError(f"a peer's arena on a GPU can't be opened on {device}")
+    _, *parts = msgspec.msgpack.decode(handle, type=tuple[int, bytes, int, int, bytes, int, bytes, bool])
+    # The number of the device is the peer's, which may see other ones: here the memory is reached from our own.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    memory.set_(storage)
+    if memory.numel() < nbytes:
+        raise ValueError(f"a peer's arena of {nbytes} bytes, {memory.numel()} were shared")
+    return memory[:nbytes]
 
 
 class SlabAllocator:
@@ -110,6 +219,29 @@ class SlabAllocator:
         self.used[size] += len(frames)
         self.free[size] -= len(frames)
         return frames
+
+    def alloc_slab(self, size: int) -> list[int]:
+        """All places of one slab that nobody uses, for pages of a size; none where there is no such slab."""
+        if not self._free_slabs:
+            return []
+        self._begin(self._free_slabs.pop(), size)
+        slab = next(reversed(self._open[size]))
+        places, self._places[slab] = self._places[slab], []
+        places.reverse()
+        self._taken[slab].update(places)
+        del self._open[size][slab]
+        self.used[size] += len(places)
+        self.free[size] -= len(places)
+        return places
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that nobody uses."""
+        return len(self._free_slabs)
+
+    def slab_of(self, frame: int) -> int:
+        """The slab that a frame lies in."""
+        return frame // self.slab_units
 
     def give_back(self, frame: int) -> None:
         """A frame is free; the one given back last is handed out first."""
@@ -195,7 +327,7 @@ class Arena:
     """The copies of L1, on a view of the runner's arena (uint8 [units, unit_bytes]); frame f begins at unit f.
 
     Every call may come from any thread; two at once must not touch the same frame. Copies of whole pages release the
-    GIL. On a GPU, `copy_in` and `copy_out` run on a stream of their own, after what is queued on the caller's current
+    GIL. On a GPU, `copy_in`, `copy_out` and the copies from and to peers run on a stream of their own, after what is queued on the caller's current
     stream (the default one in a copy thread), and are done when they return: pass memory registered as pinned, or the
     driver stages it. The others are queued on the current stream, in order with the model's forward.
     """
@@ -227,6 +359,18 @@ class Arena:
             np.frombuffer(out, np.uint8)[:] = self._host[place]
         else:
             self._transfer(torch.frombuffer(out, dtype=torch.uint8), self._bytes[place])
+
+    def copy_from_peer(self, frame: int, peer: PeerArena, offset: int, nbytes: int) -> None:
+        """Fill a frame's first bytes from a peer's arena: a whole page."""
+        self._copy(self._bytes[self._place(frame, nbytes)], peer.part(offset, nbytes))
+
+    def copy_to_peer(self, frame: int, peer: PeerArena, offset: int, nbytes: int) -> None:
+        """Write a frame's first bytes into a peer's arena: a whole page."""
+        self._copy(peer.part(offset, nbytes), self._bytes[self._place(frame, nbytes)])
+
+    def host_bytes(self, frame: int, nbytes: int) -> memoryview | None:
+        """A frame's first bytes, where the arena is host memory."""
+        return None if self._host is None else self._host[self._place(frame, nbytes)].data
 
     def move(self, src: int, dst: int, nbytes: int) -> None:
         """Copy a frame's first bytes over those of another frame."""
@@ -268,6 +412,14 @@ class Arena:
                 f"a page of {nbytes} bytes at unit {frame} of {self.num_units} ends behind the arena"
             )
         return slice(start, start + nbytes)
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if self._host is not None:
+            np.copyto(
+                dst.numpy(), src.numpy()
+            )  # releases the GIL, and wakes no other thread as torch's copy may
+        else:
+            self._transfer(dst, src)
 
     def _transfer(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert self._stream is not None

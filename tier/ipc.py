@@ -23,14 +23,17 @@ import msgspec
 from kvtier.tier.base import Place
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.host import HostTier
-from kvtier.tier.messages import Grant, Hello, Refused, ToNode, ToWorker, Welcome
+from kvtier.tier.messages import Arena, Grant, Hello, Refused, ToNode, ToWorker, Welcome
 
 MAX_FRAME_BYTES = 16 * 2**20  # several times the longest Locate and Located; anything longer is garbage
 MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
 MAX_CONNECTIONS = 256  # well below a process's usual 1,024 descriptors
 MAX_PATH_BYTES = 107  # sun_path, without its zero
+MAX_ARENAS = MAX_CONNECTIONS  # that a worker keeps descriptors of, until it opens them
+ARENA_FDS = 2  # of one arena: its lifeline, and its memfd where it has one
 _CHUNK_BYTES = 256 * 1024
 _CHUNKS_PER_POLL = 16
+_CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -92,16 +95,72 @@ def _check_path(path: str | Path) -> str:
 # ---- the node's side -------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Riders:
+    at: int
+    fds: list[int]
+    is_own: bool  # to be closed once they are sent
+
+    def close(self) -> None:
+        if self.is_own:
+            _close_all(self.fds)
+
+
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
     reader: FrameReader = field(default_factory=lambda: FrameReader(ToNode))
     ref: WorkerRef | None = None
     unsent: bytearray = field(default_factory=bytearray)
-    slab_fd: int | None = None  # rides along with the next bytes
+    # Descriptors to ride along with the byte of `unsent` at which their message begins; all but the slab's are its own.
+    riders: deque[_Riders] = field(default_factory=deque)
+    arena_fds: list[int] = field(default_factory=list)  # those that came with its Hello
     is_ending: bool = False  # heard no more; half-closed when all is sent
     is_half_closed: bool = False
     writes: bool = False  # registered for writability
+
+    def clear_unsent(self) -> None:
+        """Send nothing of what waits."""
+        self.unsent.clear()
+        while self.riders:
+            self.riders.popleft().close()
+
+    def close_fds(self) -> None:
+        """Let all descriptors go."""
+        self.clear_unsent()
+        _close_all(self.arena_fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _receive(connection: _Connection) -> bytes:
+    """The next bytes; before the Hello is whole, descriptors too."""
+    if connection.ref is not None:
+        return connection.socket.recv(_CHUNK_BYTES)
+    room = ARENA_FDS - len(connection.arena_fds)
+    chunk, fds, _, _ = socket.recv_fds(connection.socket, _CHUNK_BYTES, room, _CLOEXEC)
+    connection.arena_fds += fds
+    return chunk
+
+
+def _send_some(connection: _Connection) -> None:
+    """Send what the socket takes, up to the next message that descriptors ride along with."""
+    riders, unsent = connection.riders, connection.unsent
+    is_due = bool(riders) and riders[0].at == 0
+    end = next((later.at for later in riders if later.at > 0), len(unsent))
+    with memoryview(unsent) as view, view[:end] as part:
+        if is_due:
+            sent = socket.send_fds(connection.socket, [part], riders[0].fds)
+        else:
+            sent = connection.socket.send(part)
+    if is_due:
+        riders.popleft().close()
+    del unsent[:sent]
+    for later in riders:
+        later.at -= sent
 
 
 class NodeServer:
@@ -117,6 +176,7 @@ class NodeServer:
         self.notes: deque[str] = deque(maxlen=64)
         self._slab_fd = slab_fd
         self._by_ref: dict[WorkerRef, _Connection] = {}
+        self._lenders: dict[str, _Connection] = {}  # by incarnation
         self._connections: dict[_Connection, None] = {}
         self._to_flush: dict[_Connection, None] = {}
         self._ended: list[Heard] = []
@@ -171,8 +231,14 @@ class NodeServer:
         except ValueError as error:  # a worker whose own names and chains are that long
             self._end(connection, str(error))
             return
-        if isinstance(message, Welcome):
-            connection.slab_fd = self._slab_fd
+        if isinstance(message, Welcome) and self._slab_fd is not None:
+            connection.riders.append(_Riders(len(connection.unsent), [self._slab_fd], is_own=False))
+        elif isinstance(message, Arena):
+            lender = self._lenders.get(message.lender)
+            if lender is None:
+                return  # it is gone; that is said next
+            fds = [os.dup(fd) for fd in lender.arena_fds]
+            connection.riders.append(_Riders(len(connection.unsent), fds, is_own=True))
         connection.unsent += data
         self._to_flush[connection] = None
 
@@ -194,8 +260,10 @@ class NodeServer:
         self.flush()
         for connection in list(self._connections):
             connection.socket.close()
+            connection.close_fds()
         self._connections = {}
         self._by_ref = {}
+        self._lenders = {}
         if os.path.lexists(self.path):
             os.unlink(self.path)
         self._close_own()
@@ -225,7 +293,7 @@ class NodeServer:
     def _read(self, connection: _Connection, heard: list[Heard]) -> None:
         for _ in range(_CHUNKS_PER_POLL):
             try:
-                chunk = connection.socket.recv(_CHUNK_BYTES)
+                chunk = _receive(connection)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -255,6 +323,10 @@ class NodeServer:
                 connection.unsent += frame(Refused(reason))
                 self._end(connection, reason)
                 return
+            if message.arena_bytes:
+                if len(connection.arena_fds) != (1 if message.arena_handle else ARENA_FDS):
+                    raise Garbage(f"an arena with {len(connection.arena_fds)} descriptors")
+                self._lenders.setdefault(ref.incarnation, connection)
             connection.ref = ref
             self._by_ref[ref] = connection
         if connection.ref is None:
@@ -270,19 +342,14 @@ class NodeServer:
     def _write(self, connection: _Connection) -> None:
         try:
             while connection.unsent:
-                if connection.slab_fd is not None:
-                    sent = socket.send_fds(connection.socket, [connection.unsent], [connection.slab_fd])
-                    connection.slab_fd = None
-                else:
-                    sent = connection.socket.send(connection.unsent)
-                del connection.unsent[:sent]
+                _send_some(connection)
         except BlockingIOError:
             if len(connection.unsent) > MAX_UNSENT_BYTES:
                 if not connection.is_ending:
                     self._end(connection, f"it left {len(connection.unsent)} bytes unread")
-                connection.unsent.clear()
+                connection.clear_unsent()
         except ConnectionError:
-            connection.unsent.clear()  # its end of the stream, read next, says the rest
+            connection.clear_unsent()  # its end of the stream, read next, says the rest
         if connection.is_ending and not connection.unsent and not connection.is_half_closed:
             if connection.ref is None:
                 self._drop(connection)  # no worker yet: it never had a slot
@@ -301,7 +368,10 @@ class NodeServer:
         del self._connections[connection]
         self._selector.unregister(connection.socket)
         connection.socket.close()
+        connection.close_fds()
         if connection.ref is not None:
+            if self._lenders.get(connection.ref.incarnation) is connection:
+                del self._lenders[connection.ref.incarnation]
             del self._by_ref[connection.ref]
             self._ended.append(WorkerGone(connection.ref))
 
@@ -326,6 +396,7 @@ class NodeClient:
         first: list[object],
         on_message: Callable[[ToWorker], None],
         on_closed: Callable[[], None],
+        arena_fds: list[int],
     ) -> None:
         self.welcome = welcome
         self.slab = slab  # None when the node has no L3
@@ -335,6 +406,8 @@ class NodeClient:
         self._on_closed = on_closed
         self._lock = threading.Lock()  # guards _unsent and the order of sends; held for no more than a send
         self._unsent = bytearray()
+        self._came_fds = arena_fds  # of arenas whose message isn't whole yet; the reader thread's
+        self._arena_fds: dict[str, list[int]] = {}  # by lender, until taken; guarded by _lock
         self._is_closing = False
         self._is_closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -349,9 +422,13 @@ class NodeClient:
         on_message: Callable[[ToWorker], None],
         on_closed: Callable[[], None],
         *,
+        arena_fds: tuple[int, ...] = (),
         timeout_s: float = 10.0,
     ) -> NodeClient:
-        """Say Hello and take the Welcome. Raises NodeRefused with the node's reason, else ConnectionError."""
+        """Say Hello and take the Welcome. Raises NodeRefused with the node's reason, else ConnectionError.
+
+        `arena_fds` ride along with a Hello that lends; they stay the caller's.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         reader = FrameReader(ToWorker)
         fds: list[int] = []
@@ -359,7 +436,7 @@ class NodeClient:
             connection.settimeout(timeout_s)
             try:
                 connection.connect(_check_path(path))
-                connection.sendall(frame(hello))
+                _send_hello(connection, frame(hello), arena_fds)
                 messages = cls._first_messages(connection, reader, fds)
             except (OSError, Garbage) as error:
                 if isinstance(error, ConnectionError):
@@ -375,8 +452,10 @@ class NodeClient:
                 if not fds:
                     raise ConnectionError(f"the CacheNode at {path} sent no slab")
                 slab = HostTier.attach(fds[0], welcome.slab_bytes)
+                os.close(fds.pop(0))
             connection.setblocking(False)
-            return cls(connection, welcome, slab, reader, messages[1:], on_message, on_closed)
+            arenas, fds = fds, []
+            return cls(connection, welcome, slab, reader, messages[1:], on_message, on_closed, arenas)
         except BaseException:
             connection.close()
             raise
@@ -387,18 +466,28 @@ class NodeClient:
     @staticmethod
     def _first_messages(connection: socket.socket, reader: FrameReader, fds: list[int]) -> list[object]:
         while True:
-            chunk, received, _, _ = socket.recv_fds(connection, _CHUNK_BYTES, 1)
+            chunk, received, _, _ = socket.recv_fds(connection, _CHUNK_BYTES, ARENA_FDS, _CLOEXEC)
             fds.extend(received)
             if not chunk:
                 raise ConnectionError("the CacheNode closed the connection")
             if messages := reader.feed(chunk):
                 return messages
 
+    @property
+    def fd(self) -> int:
+        """The connection's descriptor. It is over, for the node, when the last duplicate of this is closed."""
+        return self._socket.fileno()
+
     def slot(self, grant: Grant) -> memoryview:
         """The whole slot of the slab, header first. Only while the grant, or a lease on it, is held."""
         if self.slab is None:
             raise ValueError("the node has no L3")
         return self.slab.slot(Place(0, grant.slot), grant.payload_bytes)
+
+    def take_arena_fds(self, lender: str) -> list[int]:
+        """The descriptors that came with a lender's Arena, its lifeline first: the caller's from now on."""
+        with self._lock:
+            return self._arena_fds.pop(lender, [])
 
     def send(self, message: ToNode) -> None:
         """Send, in order with other sends. Raises ConnectionError when the connection is over."""
@@ -430,12 +519,15 @@ class NodeClient:
             self._thread.join()
         if self.slab is not None:
             self.slab.close()
+        with self._lock:
+            for fds in (self._came_fds, *self._arena_fds.values()):
+                _close_all(fds)
         self._socket.close()
 
     def _run(self, first: list[object]) -> None:
         try:
             for message in first:
-                self._on_message(message)  # type: ignore[arg-type]  # the decoder's union
+                self._take(message)
             self._read_on()
         finally:
             with self._lock:
@@ -444,6 +536,16 @@ class NodeClient:
                 os.close(self._wake_fd)
             if not is_own:
                 self._on_closed()
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Arena):
+            num_fds = 1 if message.handle else ARENA_FDS
+            if len(self._came_fds) < num_fds or len(self._arena_fds) >= MAX_ARENAS:
+                raise Garbage(f"an arena with {len(self._came_fds)} descriptors")
+            with self._lock:
+                self._arena_fds[message.lender] = self._came_fds[:num_fds]
+            del self._came_fds[:num_fds]
+        self._on_message(message)  # type: ignore[arg-type]  # the decoder's union
 
     def _read_on(self) -> None:
         """Read until the connection or this client ends; send what `send` couldn't."""
@@ -459,11 +561,12 @@ class NodeClient:
             fd = self._socket.fileno()
             try:
                 if events.get(fd, 0) & ~select.POLLOUT:
-                    chunk = self._socket.recv(_CHUNK_BYTES)
+                    chunk, fds, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, ARENA_FDS, _CLOEXEC)
+                    self._came_fds += fds
                     if not chunk:
                         return
                     for message in self._reader.feed(chunk):
-                        self._on_message(message)  # type: ignore[arg-type]  # the decoder's union
+                        self._take(message)
                 if self._is_closing:
                     return
                 with self._lock:
@@ -474,3 +577,9 @@ class NodeClient:
                 poll.register(fd, select.POLLIN | select.POLLOUT)
             except (ConnectionError, Garbage):
                 return
+
+
+def _send_hello(connection: socket.socket, data: bytes, fds: tuple[int, ...]) -> None:
+    """Send all of a Hello, with descriptors, on a socket that waits."""
+    sent = socket.send_fds(connection, [data], fds) if fds else 0
+    connection.sendall(data[sent:])

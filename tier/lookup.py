@@ -6,29 +6,35 @@ One Locate against the pages that the node has and those that L1 has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain as joined
 from itertools import islice
 
 from kvtier.tier.events import PageId
-from kvtier.tier.messages import Chain, Locate, PageRef
+from kvtier.tier.messages import Chain, Locate, PageRef, Remote
 from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, Window, longest_hit
 from kvtier.tier.records import Page
 
 MAX_CHAINS = 64  # layer groups of one model; anything above a handful will do
 MAX_FIRST_PAGE = 2**20  # of the longest streams, 2**24 tokens in pages of 16
+MAX_REMOTES, MAX_NAME = 64, 256  # hints of one Locate, and characters of a node's name or address
 
 Find = Callable[[bytes, str], Page | None]
 
 
 @dataclass(slots=True)
 class Hit:
-    """A prefix of `pages` pages, and those of its pages that the node must bring."""
+    """A prefix of `pages` pages, and those of its pages that the node must bring.
+
+    Where it is that long only with pages of another node: `absent` are those, and `source` is the node.
+    """
 
     pages: int
     needed: list[tuple[PageRef, Page]]
+    absent: list[PageRef] = field(default_factory=list)
+    source: Remote | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,22 @@ class Lookup:
     def longest_resident(self) -> Hit:
         """The longest prefix for which nothing must be read from L4."""
         return self._hit(resident=True)
+
+    @property
+    def may_bridge(self) -> bool:
+        """The gaps of its one chain can be filled by pages of another node: all are alike, and each is attended."""
+        chain = self._message.chains[0]
+        is_exact = not (chain.decayed or chain.other_keys or chain.any_variant)
+        return len(self._chains) == 1 and self._chains[0].is_plain and is_exact and bool(chain.spec_digest)
+
+    def bridge(self, source: Remote) -> Hit:
+        """The longest prefix with the pages that another node is said to have; so are all lookups from now on."""
+        (known,) = self._chains
+        known.bridge(source.pages - self._first)
+        hit = self.longest()
+        hit.absent = [(0, self._first + index) for index in known.absent]
+        hit.source = source
+        return hit
 
     def blocked_at(self, pages: int) -> Blocked:
         """What a prefix longer than `pages` pages, the longest there is, lacks first."""
@@ -109,7 +131,9 @@ class _Known:
 
     def __init__(self, chain: Chain, find: Find, length: int) -> None:
         self._chain = chain
+        self._find = find
         self._length = length
+        self.absent: dict[int, None] = {}  # pages that count as written, since another node has them
         self.is_plain = not chain.window_tokens and (chain.any_variant or not chain.decayed)
         # A plain chain is found as far as its first gap: all behind it is of no use.
         self._written: list[Page | None] = []
@@ -127,6 +151,21 @@ class _Known:
             if self.is_plain and written is None and decayed is None and not chain.held[index]:
                 self._gap = index
                 break
+
+    def bridge(self, end: int) -> None:
+        """Of a plain chain that is exact: go on behind its first gap, where pages before `end` are nowhere gaps."""
+        held = self._chain.held
+        for index in range(self._gap, self._length):
+            if index == len(self._written):
+                self._written.append(self._find(self._chain.keys[index], self._chain.variant))
+                self._decayed.append(None)
+            if self._written[index] is not None or held[index]:
+                continue
+            if index >= end:
+                self._gap = index
+                return
+            self.absent[index] = None
+        self._gap = self._length
 
     @cached_property
     def needs(self) -> ChainNeeds:
@@ -190,6 +229,8 @@ class _Known:
     ) -> tuple[tuple[PageId, ...], bool] | None:
         """What a page was looked for as, and whether it is here in another format; None where it will do."""
         chain = self._chain
+        if index in self.absent:
+            return None
         as_written = self._is_wanted_as_written(first + index, position, page_tokens)
         bits = chain.held[index]
         bits |= HAS_WRITTEN if self._written[index] is not None else 0
@@ -229,6 +270,11 @@ def malformed(message: Locate) -> str | None:
             f"page_tokens {message.page_tokens}, first_page {message.first_page}, "
             f"last_position {message.last_position}"
         )
+    if len(message.remotes) > MAX_REMOTES:
+        return f"{len(message.remotes)} nodes that may hold its pages, at most {MAX_REMOTES} are looked at"
+    for remote in message.remotes:
+        if max(len(remote.node_id), len(remote.address)) > MAX_NAME or remote.pages < 0:
+            return f"{remote.pages} pages of a node whose name has {len(remote.node_id)} characters"
     length = len(message.chains[0].keys)
     for chain in message.chains:
         lengths = len(chain.keys), len(chain.held), len(chain.other_keys) or length
@@ -242,4 +288,4 @@ def malformed(message: Locate) -> str | None:
 
 
 def _has(page: Page | None, resident: bool) -> bool:
-    return page is not None and (not resident or page.host is not None)
+    return page is not None and (not resident or page.host is not None or page.peer is not None)

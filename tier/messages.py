@@ -6,6 +6,8 @@ travel here: they lie in the slots of the shared slab that the messages name.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -30,6 +32,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     `raw_payloads` what the same tokens take in the model's raw format. `root_fields` is what its root key digests, so
     that explain can name a field that differs. A worker that `brings_down` stores a page again before L1 drops it, one
     that it has copied up too: where pages are demoted, the node keeps no copy then of what is in L1.
+
+    An "exchange" is no decode worker: it serves the node's pages to other nodes and fetches theirs (tier/peer.py). It may
+    locate and copy pages of any shape, stores into the slots of a Fetch only, and has no payloads of its own.
+
+    A worker with `arena_bytes` lends frames to its peers on the node (`Lend`). Two file descriptors ride along: the write
+    end of the arena's lifeline, a pipe that nobody writes into, and its memfd; or the lifeline alone, where `arena_handle`
+    is what another process opens the arena by on a GPU. Who may write into the arena holds its lifeline, so once that is
+    closed the lender knows that nobody can, whatever became of the node.
     """
 
     worker_id: str
@@ -38,6 +48,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     raw_payloads: dict[bytes, int]
     root_fields: dict[str, str]
     brings_down: bool = False
+    role: Literal["worker", "exchange"] = "worker"
+    arena_bytes: int = 0
+    arena_handle: bytes = b""
 
 
 class NewRoot(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +118,18 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     window_tokens: int
     window_sinks: int
     any_variant: bool
+    spec_digest: bytes = b""  # of pages of `variant`: how large one is that no tier here holds yet
+
+
+class Remote(msgspec.Struct, frozen=True, array_like=True):
+    """Another node is said to hold a sequence's pages before page `pages`, as written, in all chains.
+
+    `address` is the HOST:PORT of its exchange. It is a hint: what isn't there is a miss.
+    """
+
+    node_id: str
+    address: str
+    pages: int
 
 
 class Locate(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +139,8 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     can serve (recipe.longest_hit), `last_position` the last position whose row may follow it. A last page may be a
     partial one (a preempted sequence's tail). `first_content` is the content digest of the prompt (b"" if L1 held its
     first page). `recompute_s` is what computing one page costs the worker now; where loading from L4 would take
-    longer than computing, pages are Missing "costlier" (0: always load).
+    longer than computing, pages are Missing "costlier" (0: always load). What the node lacks may be fetched from
+    `remotes`, the best one first, if that is cheaper than computing.
     """
 
     request_id: str
@@ -126,8 +152,10 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     chains: list[Chain]
     recompute_s: float
     first_content: bytes = b""
+    remotes: list[Remote] = []
 
 
+CameFrom = Literal["L3", "L4", "remote"]
 PageRef = tuple[int, int]  # which chain, and which page of the sequence (counted from its beginning)
 
 
@@ -176,7 +204,114 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     double_pages: float
 
 
-ToNode = Hello | NewRoot | WantSlots | ReturnSlots | Stored | Locate | Copied | Release | Finished
+# ---- exchange -> CacheNode -------------------------------------------------------------------------------------
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """A Fetch is over, or `failed` of its pages won't come; what came was `Stored` before, into the Fetch's grants.
+
+    `reason` is one of Missing's, `detail` a sentence. `nbytes` and `seconds` feed the estimate of the peer's speed.
+    The grants of pages that failed are given back by this message.
+    """
+
+    fetch_id: int
+    failed: list[tuple[bytes, str]]  # key, variant
+    reason: str
+    detail: str
+    nbytes: int
+    seconds: float
+    is_over: bool = True
+
+
+# ---- a worker that lends frames, and one that borrows them (L2) --------------------------------------------------
+
+
+class LentFrame(msgspec.Struct, frozen=True, array_like=True):
+    """`nbytes` from byte `offset` of the lender's arena."""
+
+    offset: int
+    nbytes: int
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """Frames of the worker's arena that its peers may use until they are reclaimed."""
+
+    frames: list[LentFrame]
+
+
+class Reclaim(msgspec.Struct, frozen=True, tag=True):
+    """The lender wants these frames (by offset) back: answered by Reclaimed as they come free."""
+
+    offsets: list[int]
+
+
+class PeerGrant(msgspec.Struct, frozen=True, array_like=True):
+    """The right to one lent frame of `lender`'s arena (a worker's incarnation); ends as a Grant does."""
+
+    lender: str
+    offset: int
+    generation: int
+    payload_bytes: int
+
+
+class WantFrames(msgspec.Struct, frozen=True, tag=True):
+    """Refill of the worker's stock of peers' frames for pages of one size; replaces its last wish for that size."""
+
+    count: int
+    payload_bytes: int
+
+
+class ReturnFrames(msgspec.Struct, frozen=True, tag=True):
+    """Peers' frames given back unused."""
+
+    grants: list[PeerGrant]
+
+
+class ArenaUnopened(msgspec.Struct, frozen=True, tag=True):
+    """This worker can't open a peer's arena: nothing in it is to be leased or granted to it."""
+
+    lender: str
+    reason: str
+
+
+class LentPage(msgspec.Struct, frozen=True, array_like=True):
+    """One page that the worker has copied into a peer's frame; it has a sealed copy in L3 or L4 too, else it is dropped.
+
+    `checksum` is b"" where none was taken, on a GPU.
+    """
+
+    grant: PeerGrant
+    key: bytes
+    variant: str
+    spec_digest: bytes
+    checksum: bytes
+    tokens: int
+
+
+class StoredInPeer(msgspec.Struct, frozen=True, tag=True):
+    """Pages lie in peers' frames."""
+
+    pages: list[LentPage]
+
+
+ToNode = (
+    Hello
+    | NewRoot
+    | WantSlots
+    | ReturnSlots
+    | Stored
+    | Locate
+    | Copied
+    | Release
+    | Finished
+    | Fetched
+    | Lend
+    | Reclaim
+    | WantFrames
+    | ReturnFrames
+    | ArenaUnopened
+    | StoredInPeer
+)
 
 
 # ---- CacheNode -> worker ---------------------------------------------------------------------------------------
@@ -212,7 +347,7 @@ class HostPage(msgspec.Struct, frozen=True, array_like=True):
     spec_digest: bytes
     checksum: bytes
     tokens: int
-    from_ssd: bool  # it was read up from L4 for this request, so it counts as an L4 hit
+    came_from: CameFrom  # "L4": it was read up for this request, "remote": fetched from another node
 
 
 class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
@@ -229,6 +364,19 @@ class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
     detail: str
 
 
+class PeerPage(msgspec.Struct, frozen=True, array_like=True):
+    """Page `page` of a chain of the Locate lies in a frame of a peer's arena (L2) and is leased to the request."""
+
+    page: PageRef
+    grant: PeerGrant
+    key: bytes
+    variant: str
+    spec_digest: bytes
+    checksum: bytes  # b"" where none was taken
+    tokens: int
+    made_from: str
+
+
 class Located(msgspec.Struct, frozen=True, tag=True):
     """Answers Locate at once: the prefix has `pages` pages, of which those that L1 lacks and needs are there or coming.
 
@@ -241,6 +389,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
     host: list[HostPage]
     loading: list[PageRef]
     missing: Missing | None
+    peer: list[PeerPage] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -257,4 +406,82 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     missing: Missing
 
 
-ToWorker = Welcome | Refused | Granted | Located | Loaded | LoadFailed
+class FramesGranted(msgspec.Struct, frozen=True, tag=True):
+    """Answers WantFrames; the grants are of one size."""
+
+    grants: list[PeerGrant]
+
+
+class RecallFrames(msgspec.Struct, frozen=True, tag=True):
+    """Their lenders want these back: those still in stock are returned (ReturnFrames), the others are Stored soon."""
+
+    grants: list[PeerGrant]
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag=True):
+    """Answers Reclaim, maybe in parts: nobody reads or writes these frames any more."""
+
+    offsets: list[int]
+
+
+class Arena(msgspec.Struct, frozen=True, tag=True):
+    """A peer's arena may be opened. What rode along with its Hello rides along."""
+
+    lender: str
+    nbytes: int
+    handle: bytes
+
+
+class ArenaGone(msgspec.Struct, frozen=True, tag=True):
+    """A peer is gone, and all that was in its frames."""
+
+    lender: str
+
+
+class FetchPage(msgspec.Struct, frozen=True, array_like=True):
+    """One page to fetch, into the granted slot."""
+
+    grant: Grant
+    key: bytes
+    variant: str
+    spec_digest: bytes
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """To an exchange: get these pages, which follow each other in one chain from page `first_page` on, from a node.
+
+    Each that came whole is `Stored` (batches of a few), and `Fetched` ends it within `deadline_s` seconds.
+    """
+
+    fetch_id: int
+    node_id: str
+    address: str
+    root: bytes
+    tenant: bytes
+    page_tokens: int
+    first_page: int
+    pages: list[FetchPage]
+    deadline_s: float
+
+
+class CancelFetch(msgspec.Struct, frozen=True, tag=True):
+    """To an exchange: nobody waits for a Fetch any more. It is still ended by `Fetched`."""
+
+    fetch_id: int
+
+
+ToWorker = (
+    Welcome
+    | Refused
+    | Granted
+    | Located
+    | Loaded
+    | LoadFailed
+    | FramesGranted
+    | RecallFrames
+    | Reclaimed
+    | Arena
+    | ArenaGone
+    | Fetch
+    | CancelFetch
+)

@@ -10,6 +10,7 @@ from kvtier.tier.events import (
     Command,
     CommitCatalogue,
     ForgetTenant,
+    HoldsChanged,
     Note,
     PageId,
     Send,
@@ -17,13 +18,17 @@ from kvtier.tier.events import (
     WritePage,
 )
 from kvtier.tier.messages import ToWorker
+from kvtier.tier.page import TierName
 from kvtier.tier.records import Worker
 
 
 class Outbox:
-    """The commands to give, empty between two events."""
+    """The commands to give, empty between two events. With `directory` they tell which pages come and leave, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: bool = False) -> None:
+        self._tells_holds = directory
+        # tier -> key -> whether it came or left, whichever was last; what the tiers hold bounds it
+        self._holds: dict[TierName, dict[bytes, bool]] = {}
         self._transfer = 0  # number of the latest
         self._out: list[Command] = []
         self._drops: list[PageId] = []
@@ -48,7 +53,16 @@ class Outbox:
         self._write_commands = []
         commands.extend(self._answers)
         self._answers = []
+        for tier, keys in self._holds.items():
+            came = tuple(key for key, is_here in keys.items() if is_here)
+            left = tuple(key for key, is_here in keys.items() if not is_here)
+            commands.append(HoldsChanged(tier, came, left))
+        self._holds = {}
         return commands
+
+    def _holds_changed(self, tier: TierName, key: bytes, is_here: bool) -> None:
+        """A tier has a page from now on, or has it no longer; to be called where `_tells_holds`."""
+        self._holds.setdefault(tier, {})[key] = is_here
 
     def _send(self, worker: Worker, message: ToWorker) -> None:
         if not worker.fenced:

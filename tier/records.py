@@ -9,8 +9,8 @@ from enum import IntEnum
 
 from kvtier.tier.base import CatalogueEntry, PageInfo
 from kvtier.tier.events import PageId, WorkerRef
-from kvtier.tier.messages import Grant, Hello, PageRef
-from kvtier.tier.page import Envelope, TierName, slot_bytes
+from kvtier.tier.messages import Grant, Hello, PageRef, PeerGrant, StoredPage
+from kvtier.tier.page import Envelope, PageKey, RootKey, TierName, slot_bytes
 from kvtier.tier.ranking import Fifo, Order
 from kvtier.tier.score import Policy, Row
 from kvtier.tier.stats import TierCounters
@@ -35,6 +35,13 @@ class Limits:
     contents_unsaved: int = 256  # new prompts that a killed node may forget
     persist_every: int = 512  # used pages whose use the catalogue doesn't know yet
     evictions_per_write: int = 4096  # L4 pages of other sizes that one page may push out
+    fetches: int = 16  # from other nodes at once
+    fetches_per_peer: int = 4  # ... of one node; more hide its latency, fewer leave more to what comes next
+    fetch_pages: int = 64  # pages of one Fetch; more batch better, fewer make a lost one cheaper
+    fetch_queue: int = 65536  # pages that wait to be fetched
+    fetch_deadline_s: float = 5.0  # of one Fetch
+    peers: int = 256  # nodes whose speed is remembered
+    lent_frames: int = 2**20  # of all workers together
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +66,29 @@ class SsdCopy:
     readers: int = 0  # loads, queued ones too, and verifications
     leave: bool = False
     wipe: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PeerFrame:
+    """A frame of `lender`'s arena that its peers may use. It is free, granted to `holder`, or has a `copy` in it."""
+
+    lender: Worker
+    offset: int
+    nbytes: int
+    holder: Worker | None = None
+    grant: PeerGrant | None = None  # the holder's, or the one that the copy came by
+    copy: PeerCopy | None = None
+    is_leaving: bool = False  # the lender wants it back
+
+
+@dataclass(slots=True, eq=False)
+class PeerCopy:
+    """A page in a peer's frame. It is findable while `page.peer is self`; the frame is its own until its readers are gone."""
+
+    page: Page
+    frame: PeerFrame
+    checksum: bytes  # b"" where none was taken
+    readers: int = 0  # leases
 
 
 class Leaving(IntEnum):
@@ -90,9 +120,11 @@ class Page:
     above: bool = False  # its user has taken it up, and will bring it down again: its copies here are spare
     host: HostCopy | None = None
     ssd: SsdCopy | None = None
+    peer: PeerCopy | None = None  # in L2, beside one in L3 or L4
     load: Load | None = None
     host_order: Order[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
     ssd_order: Order[Page] | None = None
+    peer_order: Order[Page] | None = None
     slot_bytes: int = field(init=False)  # of its slots in L3 and L4
 
     def __post_init__(self) -> None:
@@ -189,13 +221,14 @@ class Request:
     worker: Worker
     request_id: str
     leases: dict[PageRef, HostCopy] = field(default_factory=dict)
-    waits: dict[PageRef, Load] = field(default_factory=dict)
+    peer_leases: dict[PageRef, PeerCopy] = field(default_factory=dict)
+    waits: dict[PageRef, Load | RemoteLoad] = field(default_factory=dict)
     held: dict[HostCopy, None] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
         """Nothing is leased to it and nothing is coming."""
-        return not (self.leases or self.waits or self.held)
+        return not (self.leases or self.peer_leases or self.waits or self.held)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,11 +238,23 @@ class Worker:
     grants: dict[int, Grant] = field(default_factory=dict)  # its stock, by slot
     stock: Counter[int] = field(default_factory=Counter)  # grants of each slot size
     requests: dict[str, Request] = field(default_factory=dict)
+    lent: dict[int, PeerFrame] = field(default_factory=dict)  # its own frames that peers may use, by offset
+    lent_at: list[int] = field(default_factory=list)  # those offsets, in order
+    borrowed: dict[tuple[str, int], PeerFrame] = field(
+        default_factory=dict
+    )  # granted to it, by lender and offset
+    borrowed_sizes: Counter[int] = field(default_factory=Counter)  # grants of each size of frames
+    unopened: set[str] = field(default_factory=set)  # lenders whose arenas it can't open
     fenced: bool = False  # heard no more; its grants and leases stand until it is gone
     sizes: frozenset[int] = field(init=False)  # slot sizes of its pages
 
     def __post_init__(self) -> None:
         self.sizes = frozenset(map(slot_bytes, self.hello.payloads.values()))
+
+    @property
+    def is_exchange(self) -> bool:
+        """It moves pages between nodes; it computes none, so it uses none."""
+        return self.hello.role == "exchange"
 
 
 @dataclass(slots=True, eq=False)
@@ -222,6 +267,35 @@ class Load:
     waiters: dict[tuple[Request, PageRef], None] = field(default_factory=dict)
     transfer: int | None = None
     grant: Grant | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RemoteLoad:
+    """A page's way from another node to L3: queued while `fetch` is None. Abandoned when `Fetches.coming` has it not.
+
+    It is of no tier here yet, so this says all that is known of it: page `depth` of the chain under `root`.
+    """
+
+    id: PageId
+    spec_digest: bytes
+    payload_bytes: int
+    root: bytes
+    parent: bytes  # key of the page before it; b"" where that isn't known
+    tenant: bytes
+    depth: int
+    tokens: int
+    content: bytes  # digest of its prompt, at depth 0
+    owner: bytes  # as of a Page
+    node_id: str
+    address: str
+    queued_at: float
+    waiters: dict[tuple[Request, PageRef], None] = field(default_factory=dict)
+    fetch: int | None = None
+    grant: Grant | None = None
+    slot_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slot_bytes = slot_bytes(self.payload_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -306,6 +380,23 @@ class CopyTime:
         if nbytes > 0 and seconds > 0:
             measured = seconds / nbytes
             self.byte_s += (self.WEIGHT if self.byte_s else 1.0) * (measured - self.byte_s)
+
+
+def envelope_of(stored: StoredPage) -> Envelope:
+    """The envelope of a page that was stored."""
+    return Envelope(
+        key=PageKey(stored.key),
+        variant=stored.variant,
+        spec_digest=stored.spec_digest,
+        payload_bytes=stored.grant.payload_bytes,
+        checksum=stored.checksum,
+        root=RootKey(stored.root),
+        parent=stored.parent,
+        tenant=stored.tenant,
+        depth=stored.depth,
+        tokens=stored.tokens,
+        made_from=stored.made_from,
+    )
 
 
 def parent_key(page: Page) -> bytes | None:

@@ -32,6 +32,8 @@ from kvtier.tier.events import (
     Event,
     Evict,
     ForgetTenant,
+    HintWrong,
+    HoldsChanged,
     Note,
     Pin,
     Quiesce,
@@ -53,6 +55,7 @@ from kvtier.tier.page import TierName, slot_bytes
 from kvtier.tier.recorded_node import NODE, about
 from kvtier.tier.recorder import DEFAULT_BYTES, Recorder, RecordingStatus
 from kvtier.tier.recording import RecordingError
+from kvtier.tier.records import Limits
 from kvtier.tier.score import PolicySettings
 from kvtier.tier.slots import host_slots
 from kvtier.tier.ssd import SsdTier, open_ssd
@@ -94,7 +97,9 @@ class CacheService:
     `l4_bytes` 0 turns L4 off; it takes pages of the variants in `l4_variants` (None: of all). `l3_bytes` with room for
     fewer than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through.
     `policy` says which pages leave; with `write="demote"` they go down to L4 only when their turn comes. `shares` are by
-    tenant digest, over 0 to 1: the most of each tier that a tenant's pages take.
+    tenant digest, over 0 to 1: the most of each tier that a tenant's pages take. `on_holds` is told, on the loop's
+    thread, which pages come to and leave each tier after the start (`holds` has those of before), and `on_wrong` which
+    page another node turned out not to have; neither may block.
     Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
     opened; a damaged L4 is healed and noted.
     """
@@ -114,6 +119,9 @@ class CacheService:
         policy: PolicySettings = PolicySettings(),  # noqa: B008  frozen
         write: WriteMode = "through",
         shares: Mapping[bytes, float] | None = None,
+        on_holds: Callable[[HoldsChanged], None] | None = None,
+        on_wrong: Callable[[HintWrong], None] | None = None,
+        limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         self.node_id = node_id
         self.incarnation = uuid.uuid4().hex
@@ -122,6 +130,7 @@ class CacheService:
         self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
         self._l4_variants = l4_variants
         self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
+        self._on_holds, self._on_wrong, self._limits = on_holds, on_wrong, limits
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
         self._l4_store: Literal["slab", "lmdb"] = l4_store
         self._inbox: deque[Event | Note | _Call] = deque()
@@ -181,6 +190,10 @@ class CacheService:
         """
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         return self._ask(lambda: self._coordinator.pages(digest, tier, limit, time.monotonic()))
+
+    def holds(self) -> dict[TierName, list[bytes]]:
+        """Keys of the pages that each tier holds, those aside that were made from others in another format."""
+        return self._ask(lambda: self._coordinator.holds())
 
     def pin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
         """Keep pages from being evicted until `unpin`, or the node's restart. REJECTED past the bound."""
@@ -373,6 +386,12 @@ class CacheService:
                     self._mover.submit(command)
             case Answer():
                 self._answer(self._tickets.pop(command.ticket), command.results)
+            case HoldsChanged():
+                if self._on_holds is not None:
+                    self._on_holds(command)
+            case HintWrong():
+                if self._on_wrong is not None:
+                    self._on_wrong(command)
             case Note():
                 self._note(command.text)
 
@@ -451,6 +470,8 @@ class CacheService:
             write=self._write_mode,
             shares=self._shares,
             page_bytes=self._payload_bytes,
+            directory=self._on_holds is not None,
+            limits=self._limits,
         )
         if self._ssd is not None:
             self._ssd.lost = []  # told; it could be long

@@ -121,7 +121,7 @@ class Sinking(HostRoom):
         else:
             self._ssd_counters.demoted_pages += 1
             page.ssd = SsdCopy(write.entry)
-            self._ssd_holds.add(page.envelope, self._kinds_beside(page, TierName.SSD))
+            self._enter(page, TierName.SSD)
             self._settle(page)
         self._end_read(write.copy)
 

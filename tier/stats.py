@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.tier.page import TierName
 
@@ -120,11 +120,38 @@ class RequestTotals:
 
 
 @dataclass(slots=True)
+class FetchCounters:
+    """What a node fetched from others, and what it served them. The reasons are those of messages.Missing."""
+
+    fetched_pages: int = 0
+    fetched_bytes: int = 0
+    fetch_failed_pages: int = 0
+    failed_pages: dict[str, int] = field(default_factory=dict)  # the same, by reason
+    served_pages: int = 0
+    served_bytes: int = 0
+
+    def add(self, other: FetchCounters) -> None:
+        """Add another node's numbers."""
+        for f in fields(self):
+            if f.name == "failed_pages":
+                for reason, pages in other.failed_pages.items():
+                    self.failed_pages[reason] = self.failed_pages.get(reason, 0) + pages
+            else:
+                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+    def failed(self, reason: str) -> None:
+        """One page will not come."""
+        self.fetch_failed_pages += 1
+        self.failed_pages[reason] = self.failed_pages.get(reason, 0) + 1
+
+
+@dataclass(slots=True)
 class Snapshot:
     """What one owner (a worker or a CacheNode) counts: its tiers' numbers, a worker also its requests'."""
 
     tiers: dict[TierName, TierCounters] = field(default_factory=dict)
     totals: RequestTotals = field(default_factory=RequestTotals)
+    fetches: FetchCounters = field(default_factory=FetchCounters)
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
@@ -134,6 +161,7 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         for name, counters in one.tiers.items():
             total.tiers[name].add(counters)
         total.totals.add(one.totals)
+        total.fetches.add(one.fetches)
     return total
 
 
@@ -155,22 +183,26 @@ def lasting(snapshot: Snapshot) -> Snapshot:
             for name, counters in snapshot.tiers.items()
         },
         totals=replace(snapshot.totals, used_page_tokens=0, held_page_tokens=0),
+        fetches=replace(snapshot.fetches, failed_pages=dict(snapshot.fetches.failed_pages)),
     )
 
 
 def has_restarted(before: Snapshot, now: Snapshot) -> bool:
     """Whether any of an owner's counters fell, which they do only when it starts anew."""
     old, new = lasting(before), lasting(now)
-    return _fell(old.totals, new.totals) or any(
-        _fell(counters, new.tiers.get(name, TierCounters())) for name, counters in old.tiers.items()
-    )
+    if _fell(old.totals, new.totals) or _fell(old.fetches, new.fetches):
+        return True
+    return any(_fell(counters, new.tiers.get(name, TierCounters())) for name, counters in old.tiers.items())
 
 
-def _fell(old: TierCounters | RequestTotals, new: TierCounters | RequestTotals) -> bool:
+Counters = TypeVar("Counters", TierCounters, RequestTotals, FetchCounters)
+
+
+def _fell(old: Counters, new: Counters) -> bool:
     return any(
         getattr(new, f.name) < getattr(old, f.name)
         for f in fields(old)
-        if f.name not in ("loads_s", "variants", "policy")
+        if f.name not in ("loads_s", "variants", "policy", "failed_pages")
     )
 
 

@@ -60,6 +60,10 @@ class Verbs(Uses):
                 return Outcome.DEFERRED
             self._ssd_counters.evicted_pages += 1
             self._drop_ssd(page)
+        elif tier is TierName.PEER and page.peer is not None:
+            is_read = page.peer.readers > 0
+            self._drop_peer(page)
+            return Outcome.DEFERRED if is_read else Outcome.ACCEPTED
         else:
             return Outcome.MISSING
         self._lost_if_nowhere(page, "evicted", self._by_request(tier))

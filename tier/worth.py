@@ -31,9 +31,22 @@ class RankedState(CacheState):
             page.leaving = Leaving.GOES
             self._settle(page)
 
+    def _is_used_by(self, page: Page, worker: Worker) -> None:
+        """Remember whether one worker alone uses a page."""
+        page.shared |= page.user not in (None, worker.ref)
+        page.user = worker.ref
+
+    def _bring_back(self, page: Page) -> None:
+        """What a worker had taken up may not come down again."""
+        if page.above:
+            page.above = False
+            if page.host is not None and page.ssd is not None:
+                page.leaving = Leaving.SINKS  # on its way through L3, until it is known who has it
+            self._settle(page)
+
     def _renew(self, page: Page, created: int) -> None:
         """Of a new page it is known now how many pages its request brought."""
-        orders = [order for order in (page.host_order, page.ssd_order) if order is not None]
+        orders = [order for order in (page.host_order, page.ssd_order, page.peer_order) if order is not None]
         for order in orders:
             order.discard(page)
         self._values.pop(page, None)
@@ -50,6 +63,7 @@ class RankedState(CacheState):
             for order in orders:
                 order.redraw()
                 order.candidates.load_s = self._host_load_s(size)
+        self._redraw_peers()
         ssd_load_s = self._ssd_load_s(self._ssd_page_bytes()) if self._ssd_orders else 0.0
         for orders in self._ssd_orders.values():
             for order in orders:
@@ -98,7 +112,8 @@ class RankedState(CacheState):
     def _room_to_grant(self, worker: Worker, payload_bytes: int) -> int:
         """Stocks take at most half of L3; of that each worker has its share, and of it each of its sizes."""
         size = slot_bytes(payload_bytes)
-        share = self._slots.capacity_bytes // (2 * len(self._workers) * len(worker.sizes))
+        sharing = len(self._workers) - self._num_exchanges
+        share = self._slots.capacity_bytes // (2 * sharing * len(worker.sizes))
         room = max(1, share // size) - worker.stock[size]
         return min(room, self._slots.room_to_last(size, self._sizes, len(self._pins_to_come)))
 

@@ -1,7 +1,7 @@
 """Keeps a worker's books: prompt tokens by tier, requests, and what `explain` tells of the latest ones.
 
 Usage law: over all requests, hit tokens by tier + computed tokens == prompt tokens, each request counted at its first
-token and never again.
+token and never again: one that is resumed was counted where it gave that.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ EXPLANATIONS = 1024  # of the latest requests
 class Accounts:
     """Owned by the step loop. `explanations` holds at most EXPLANATIONS, the oldest go first."""
 
-    def __init__(self, table: PageTable, worker_id: str) -> None:
+    def __init__(self, table: PageTable, worker_id: str, *, has_l2: bool = False) -> None:
         self.totals = RequestTotals()
         # What the requests looked for and found in each tier; the tiers' own numbers are their owners'.
-        self.tiers = {tier: TierCounters() for tier in (TierName.HBM, TierName.HOST, TierName.SSD)}
+        self.tiers = {tier: TierCounters() for tier in TierName}
         self.explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._table = table
         self._worker_id = worker_id
+        self._has_l2 = has_l2
 
     def count(self, request: Request, now: float) -> None:
-        """The request's first token: its prompt counts, now and never again."""
+        """The request's first token here: its prompt counts, now and never again."""
         request.first_token_s = now
         usage = request.usage or request.count_usage()
+        if request.spec.is_resumed:
+            self._remember(request, now)
+            return
         totals = self.totals
         totals.requests += 1
         totals.prompt_tokens += usage.prompt_tokens
@@ -40,7 +44,12 @@ class Accounts:
         totals.cached_tokens += usage.prompt_tokens - usage.computed_tokens
         hits = request.cached_tokens()
         if TierName.HOST in request.lookups:
+            if self._has_l2 or hits[TierName.PEER]:
+                request.looked(TierName.PEER, request.lookups[TierName.HOST])
+                request.lookups[TierName.HOST] = max(0, request.lookups[TierName.HOST] - hits[TierName.PEER])
             request.looked(TierName.SSD, request.lookups[TierName.HOST] - hits[TierName.HOST])
+            if request.spec.remotes:
+                request.looked(TierName.REMOTE, request.lookups[TierName.SSD] - hits[TierName.SSD])
         for tier, counters in self.tiers.items():
             counters.lookups_tokens += request.lookups.get(tier, 0)
             counters.hit_tokens += hits[tier]
@@ -49,7 +58,8 @@ class Accounts:
     def close(self, request: Request, now: float) -> None:
         """The request is over."""
         if request.usage is None:
-            self.totals.aborted_prompt_tokens += request.prompt_tokens
+            if not request.spec.is_resumed:
+                self.totals.aborted_prompt_tokens += request.prompt_tokens
             self._remember(request, now)
             return
         told = self.explanations.get(request.spec.request_id)
@@ -58,6 +68,16 @@ class Accounts:
             self.explanations[request.spec.request_id] = replace(
                 told, usage=request.usage_of(tokens), preemptions=request.preemptions
             )
+
+    def explanation(self, request_id: str) -> Explanation | None:
+        """Of the request that has this id here; else of the latest that a client gave it, as gateways name them: ID#ANYTHING."""
+        told = self.explanations.get(request_id)
+        if told is not None:
+            return told
+        names = (
+            name for name in reversed(self.explanations) if name.rpartition("#")[:2] == (request_id, "#")
+        )
+        return self.explanations.get(next(names, ""))
 
     def check(self) -> None:
         """The usage law; AssertionError where it doesn't hold."""

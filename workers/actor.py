@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.feed import Batch, Feed, Reply, Source
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot
-from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo
+from kvtier.workers.api import EngineRequest, Explanation, Output, QueueFull, WorkerInfo, WorkerStopped
 from kvtier.workers.outputs import OutputSender
+from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
 
 if TYPE_CHECKING:
+    from kvtier.workers.group import GroupRunner
     from kvtier.workers.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 16  # threads of the actor; they only wait for the step loop
+END_S = (
+    5.0  # for a worker that failed to let go of what it holds, and for the last words where its group broke
+)
+PUBLISH_S = 2.0  # the directory answers in milliseconds; later it is asked again
 # Threads of a finished parallel region sleep rather than spin: the copy threads need the cores.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -33,7 +44,8 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 class Outbox:
     """Where the step loop's outputs go: the gateway's connection, once there is one.
 
-    Outputs that can't be delivered cancel their requests: nobody reads them.
+    A connection that ends takes all requests along, and so does a new one, since it is another gateway's: nobody reads
+    what they give.
     """
 
     def __init__(self) -> None:
@@ -42,11 +54,20 @@ class Outbox:
         self._worker: DecodeWorker | None = None
 
     def connect(self, worker: DecodeWorker, sender: OutputSender) -> None:
-        """From now on outputs go there."""
+        """From now on outputs go there. What was submitted before is cancelled."""
         with self._lock:
             old, self._sender, self._worker = self._sender, sender, worker
+        worker.cancel_all()
         if old is not None:
             old.close()
+        watch = threading.Thread(target=self._watch, args=(worker, sender), name="gateway-watch", daemon=True)
+        watch.start()
+
+    def _watch(self, worker: DecodeWorker, sender: OutputSender) -> None:
+        sender.wait_closed()
+        if self.close(sender):
+            log.error("the gateway's connection ended: its requests are cancelled")
+            worker.cancel_all()
 
     def __call__(self, outputs: list[Output]) -> None:
         """Send one step's outputs."""
@@ -57,27 +78,31 @@ class Outbox:
                 sender.send(outputs)
                 return
             except OSError as error:
-                log.error("the gateway takes no outputs any more: %s", error)
-                self.close(sender)
+                if self.close(sender) and self._worker is not None:
+                    log.error("the gateway takes no outputs any more, its requests are cancelled: %s", error)
+                    self._worker.cancel_all()
         for request_id in {output.request_id for output in outputs if output.finish_reason is None}:
             if self._worker is not None:
                 self._worker.cancel(request_id)
 
-    def close(self, sender: OutputSender | None = None) -> None:
-        """Let the connection go, if it is (still) this one."""
+    def close(self, sender: OutputSender | None = None) -> bool:
+        """Let the connection go, if it is (still) this one; whether it was."""
         with self._lock:
             old = self._sender
             if old is None or (sender is not None and old is not sender):
-                return
+                return False
             self._sender = None
         old.close()
+        return True
 
 
 class DecodeWorkerProcess:
     """What the actor's process runs; `DecodeWorkerActor` is this class as a Ray actor.
 
     `tenants` maps names to the salts of the configuration, `load` is its cache.load. `threads` 0: the physical cores.
-    `policy`, `write`, `shares` and `preemption` are DecodeWorker's. The formats and the window are those of load_runner.
+    `policy`, `write`, `shares`, `preemption`, `role` and `l2_share` are DecodeWorker's. The formats and the window are those of
+    load_runner. With `tensor_parallel` above 1 so many ranks, this process and its children, share the worker's threads
+    and serve as one; `l1_bytes` are those of each.
     """
 
     def __init__(
@@ -92,6 +117,8 @@ class DecodeWorkerProcess:
         write: Literal["through", "demote"],
         shares: Mapping[str, float],
         preemption: ScoreWeights,
+        role: Literal["both", "prefill", "decode"] = "both",
+        l2_share: float = 0.0,
         dtype: str,
         page_tokens: int,
         l1_bytes: int,
@@ -111,21 +138,25 @@ class DecodeWorkerProcess:
         l4_format: str = "",
         window: int = 0,
         sinks: int = 0,
+        tensor_parallel: int = 1,
     ) -> None:
         # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
         from kvtier.kernels.memory import raise_malloc_thresholds
+        from kvtier.workers.group import GroupRunner, load_group
         from kvtier.workers.runner import load_runner
         from kvtier.workers.worker import DecodeWorker
 
         raise_malloc_thresholds()
-        runner = load_runner(
+        is_group = tensor_parallel > 1
+        threads = threads or psutil.cpu_count(logical=False) or 1
+        runner = (partial(load_group, tensor_parallel=tensor_parallel) if is_group else load_runner)(
             model_path,
             dtype=dtype,
             page_tokens=page_tokens,
             l1_bytes=l1_bytes,
             numerics=numerics,
             forward=forward,
-            threads=threads or psutil.cpu_count(logical=False) or 1,
+            threads=max(1, threads // tensor_parallel),
             max_context=max_context,
             max_batch_tokens=max_batch_tokens,
             epoch=epoch,
@@ -135,8 +166,10 @@ class DecodeWorkerProcess:
             l4_format=l4_format,
             window=window,
             sinks=sinks,
+            share_arena=l2_share > 0,
         )
         self._outbox = Outbox()
+        self._outlet = Outlet()
         self._worker = DecodeWorker(
             runner,
             worker_id=worker_id,
@@ -154,15 +187,55 @@ class DecodeWorkerProcess:
             write=write,
             shares=shares,
             preemption=preemption,
+            role=role,
+            l2_share=l2_share,
         )
+        self._runner = runner
         self._worker.start()
+        threading.Thread(target=self._end_with_loop, name="loop-watch", daemon=True).start()
+        if isinstance(runner, GroupRunner):
+            threading.Thread(target=self._end_with, args=(runner,), name="group-watch", daemon=True).start()
         gc.collect()
         gc.freeze()  # what was loaded stays: collections in the middle of a step need not look at it
 
+    def _end_with_loop(self) -> None:
+        """A step loop that failed never runs again: end the process, so that it is started anew."""
+        why = self._worker.wait_failed(END_S)
+        if why is not None:
+            log.error("the worker ends, since its step loop failed: %s", why)
+            os._exit(1)
+
+    def _end_with(self, group: GroupRunner) -> None:
+        """A group that broke is never mended: end the process, so that it is started anew as a whole."""
+        why = group.wait_broken()
+        if why is None:
+            return
+        log.error("the worker ends with its ranks: %s", why)
+        stopping = threading.Thread(target=self._worker.stop, name="group-end", daemon=True)
+        stopping.start()
+        stopping.join(END_S)  # requests are told so; a step loop that waits for its GPU is not waited for
+        os._exit(1)
+
     def connect_gateway(self, address: str, secret: bytes) -> None:
-        """Send all outputs to the gateway at HOST:PORT from now on. Raises OSError."""
+        """Send all outputs to the gateway at HOST:PORT from now on; cancels what was asked for before. Raises OSError."""
         sender = OutputSender.connect(address, secret, self._worker.worker_id)
         self._outbox.connect(self._worker, sender)
+
+    def connect_directory(self, directory: Any, address: str) -> None:
+        """Tell the directory, a handle of its actor, what L1 holds from now on. `address` is that of the node's exchange."""
+        worker = self._worker
+        source = Source(
+            f"worker:{worker.worker_id}", uuid.uuid4().hex, worker.node_id, worker.worker_id, address
+        )
+        worker.follow_holds(lambda came, left: self._outlet(TierName.HBM, came, left))
+        feed = Feed(source, (TierName.HBM,))
+        self._outlet.connect(Publisher(feed, sender_to(directory), self._held, worker.worker_id))
+
+    def _held(self) -> Holds:
+        try:
+            return {TierName.HBM: self._worker.holds()}
+        except (WorkerStopped, QueueFull, TimeoutError) as error:
+            raise PublishError(str(error) or "the worker doesn't say what it holds") from error
 
     def submit(self, request: EngineRequest) -> None:
         """See DecodeWorker.submit."""
@@ -236,8 +309,31 @@ class DecodeWorkerProcess:
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Cancel what runs, save what is unsaved for at most `drain_s`, and let everything go."""
+        self._outlet.close()
         self._worker.stop(drain_s)
         self._outbox.close()
+        self._runner.close()
+
+
+def sender_to(directory: Any) -> Callable[[Batch], Reply]:
+    """What gives batches to the directory, a handle of its actor. Raises PublishError when it doesn't answer in time.
+
+    A call that is late goes on; while it does no other is made, so that none pile up at a directory that stands still.
+    """
+    late: list[Any] = []
+
+    def send(batch: Batch) -> Reply:
+        if late and not ray.wait(late, timeout=PUBLISH_S)[0]:
+            raise PublishError("the directory hasn't answered the last batch yet")
+        late[:] = [directory.publish.remote(batch)]
+        try:
+            reply: Reply = ray.get(late[0], timeout=PUBLISH_S)
+            late.clear()
+        except RayError as error:
+            raise PublishError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        return reply
+
+    return send
 
 
 DecodeWorkerActor = ray.remote(  # type: ignore[call-overload]  # Ray's types lack max_concurrency

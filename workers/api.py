@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 
 class QueueFull(Exception):
@@ -22,8 +23,9 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop id, a stop string, or the model's end of sequence
     LENGTH = "length"  # max_tokens, or the context is full
-    CANCELLED = "cancelled"
+    CANCELLED = "cancelled"  # as asked, or given up by a worker that stops or failed: `error` says so
     ERROR = "error"
+    PREFILLED = "prefilled"  # not over: what `is_prefill_only` asks for is done, and another worker can go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,39 @@ class EngineRequest:
     tool_stop_ids: tuple[
         int, ...
     ] = ()  # that end a call of a tool, each the last token of an answer or close to it
+    # Tokens that each of the n sequences has given already, at a worker that is gone or only prefills; empty: none.
+    resumed: tuple[tuple[int, ...], ...] = ()
+    ended: tuple[
+        int, ...
+    ] = ()  # with `resumed`: those of the n sequences that are over, of which nothing more is wanted
+    is_prefill_only: bool = False  # end after the first token, once the prompt's pages are saved below L1
+    remotes: tuple[
+        tuple[str, str, int], ...
+    ] = ()  # node, its exchange's address, pages of the prompt it is said to hold
+
+    @property
+    def is_resumed(self) -> bool:
+        """Another worker has given its first token, and has counted its prompt."""
+        return any(self.resumed)
+
+    def given(self, index: int) -> tuple[int, ...]:
+        """The tokens that one of its sequences has given already."""
+        return self.resumed[index] if self.resumed else ()
+
+    def validate_resumed(self) -> None:
+        """Raise ValueError where `resumed` and `ended` don't fit the rest, with the value and what would be right."""
+        n, most = self.sampling.n, self.sampling.max_tokens
+        if self.resumed and len(self.resumed) != n:
+            raise ValueError(
+                f"resumed must have the tokens of each of {n} sequences, got {len(self.resumed)}"
+            )
+        if not set(self.ended) < set(range(n)) or (self.ended and not self.resumed):
+            raise ValueError(f"ended must name some, not all, of {n} resumed sequences, got {self.ended}")
+        for index, tokens in enumerate(self.resumed):
+            if index not in self.ended and len(tokens) >= most:
+                raise ValueError(
+                    f"sequence {index} is resumed with {len(tokens)} tokens, of max_tokens {most}: name it in ended"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +168,10 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # on the first output of index 0 (so far) and on each last one
-    timings: Timings | None = None  # with the last one
-    error: str | None = None  # with FinishReason.ERROR: one readable sentence
+    timings: Timings | None = None  # with the request's first one, and with each last one
+    error: str | None = (
+        None  # with FinishReason.ERROR, and CANCELLED that nobody asked for: one readable sentence
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +214,4 @@ class WorkerInfo:
     page_bytes: int
     tokenizer_digest: str  # "" when the model folder has no tokenizer
     root_fields: dict[str, str] = field(default_factory=dict)
+    role: Literal["both", "prefill", "decode"] = "both"  # what the gateway is to send it

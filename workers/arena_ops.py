@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtier.tier.hbm import Arena
+from kvtier.workers.copier import FrameCopies
 from kvtier.workers.frames import Convert, CopyHead, Move, Op
 from kvtier.workers.runner import ModelRunner
 
@@ -12,8 +12,8 @@ from kvtier.workers.runner import ModelRunner
 class ArenaOps:
     """Owned by the step loop. On a GPU all of it is queued on the stream of the forward, in order with it."""
 
-    def __init__(self, arena: Arena, runner: ModelRunner) -> None:
-        self._arena = arena
+    def __init__(self, frames: FrameCopies, runner: ModelRunner) -> None:
+        self._frames = frames
         self._runner = runner
 
     def run(self, ops: list[Op]) -> None:
@@ -22,9 +22,9 @@ class ArenaOps:
             match op:
                 case CopyHead():
                     spec = self._runner.groups[op.group].specs[op.format]
-                    self._arena.copy_head(op.source, op.target, op.tokens, spec)
+                    self._frames.copy_head(op.source, op.target, op.tokens, spec)
                 case Move():
-                    self._arena.move(op.source, op.target, op.nbytes)
+                    self._frames.move(op.source, op.target, op.nbytes)
                 case Convert():
                     self._runner.convert(
                         op.group,

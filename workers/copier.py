@@ -1,4 +1,4 @@
-"""Copies pages between L1 frames and slots of the node's L3 slab, on a few threads of its own. Decides nothing.
+"""Copies pages between L1 frames and slots of the node's L3 slab or peers' frames, on threads of its own. Decides nothing.
 
 Verifying and copying release the GIL for most of a page's time, so a second thread is real. A job is a list of pages:
 no thread is woken per page. Loads go before saves, because somebody waits for a load.
@@ -12,9 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvtier.tier.hbm import Arena
-from kvtier.tier.messages import Grant, PageRef
+from kvtier.tier.hbm import Arena, PeerArena
+from kvtier.tier.ipc import NodeClient
+from kvtier.tier.messages import Grant, PageRef, PeerGrant
 from kvtier.tier.page import (
     HEADER_BYTES,
     PACKED_ENVELOPE_BYTES,
@@ -23,6 +25,7 @@ from kvtier.tier.page import (
     PageKey,
     PageSpec,
     RootKey,
+    TierName,
     page_checksum,
 )
 from kvtier.workers.frames import PageRecord
@@ -39,13 +42,29 @@ class LoadPage:
 
     ref: PageRef
     slot: memoryview
+    grant: Grant
     key: PageKey
     spec: PageSpec
     checksum: bytes
     tokens: int
     frame: int
-    from_ssd: bool
+    came_from: TierName
     made_from: str = ""
+
+
+@dataclass(slots=True)
+class PeerLoad:
+    """A page of a lease that lies in a peer's frame; a `checksum` of b"" can't be checked."""
+
+    ref: PageRef
+    peer: PeerArena
+    grant: PeerGrant
+    key: PageKey
+    spec: PageSpec
+    checksum: bytes
+    frame: int
+    made_from: str
+    came_from: TierName = TierName.PEER
 
 
 @dataclass(slots=True)
@@ -53,7 +72,7 @@ class LoadJob:
     """Pages of one lease to verify and copy into L1. `bad` says why a page was not taken."""
 
     lease: str
-    pages: list[LoadPage]
+    pages: list[LoadPage] | list[PeerLoad]
     bad: dict[PageRef, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -101,7 +120,48 @@ class SaveJob:
     error: str | None = None
 
 
-Job = LoadJob | SaveJob
+@dataclass(slots=True)
+class PeerSave:
+    """A cached page to copy into a peer's frame, which keeps it beside the copy below; `checksum` as of a SavePage."""
+
+    frame: int
+    peer: PeerArena
+    grant: PeerGrant
+    record: PageRecord
+    spec: PageSpec
+    checksum: bytes
+
+
+@dataclass(slots=True)
+class PeerSaveJob:
+    """Pages to copy into peers' frames that were granted on `connection`. `error`: nothing counts."""
+
+    connection: int
+    pages: list[PeerSave]
+    error: str | None = None
+
+
+Job = LoadJob | SaveJob | PeerSaveJob
+
+
+class FrameCopies(Protocol):
+    """Copies between frames; tier.hbm.Arena says what they do."""
+
+    def copy_head(self, src: int, dst: int, tokens: int, spec: PageSpec) -> None:
+        """Copy what a page holds of its first `tokens` tokens."""
+
+    def move(self, src: int, dst: int, nbytes: int) -> None:
+        """Copy a frame's first bytes."""
+
+
+class Copies(Protocol):
+    """What carries out jobs, on the copy threads."""
+
+    def do(self, job: Job) -> None:
+        """Copy a job's pages. What is wrong with them goes into the job; an exception fails it as a whole."""
+
+    def follow(self, client: NodeClient | None) -> None:
+        """Slots are from now on those of this connection; None: there are none, and no job is under way."""
 
 
 class Copier:
@@ -110,11 +170,11 @@ class Copier:
     The number of jobs is bounded by the frames of L1: each job's pages have a copy started in the page table.
     """
 
-    def __init__(self, arena: Arena, threads: int, done: Callable[[Job], None]) -> None:
-        self._arena = arena
+    def __init__(self, copies: Copies, threads: int, done: Callable[[Job], None]) -> None:
+        self._copies = copies
         self._done = done
         self._loads: deque[LoadJob] = deque()
-        self._saves: deque[SaveJob] = deque()
+        self._saves: deque[SaveJob | PeerSaveJob] = deque()
         # Guards the queues and the two fields below: the step loop adds jobs, the copy threads take them.
         self._changed = threading.Condition()
         self._closed = False
@@ -157,10 +217,7 @@ class Copier:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                if isinstance(job, LoadJob):
-                    self._load(job)
-                else:
-                    self._save(job)
+                self._copies.do(job)
             except Exception as error:  # whatever it is, the step loop must hear that the job is over
                 log.exception("a page copy failed")
                 if isinstance(job, LoadJob):
@@ -168,7 +225,8 @@ class Copier:
                 else:
                     job.error = str(error)
             for page in job.pages:
-                page.slot.release()  # the slab can't be unmapped under a view
+                if isinstance(page, LoadPage | SavePage):
+                    page.slot.release()  # the slab can't be unmapped under a view
             self._done(job)
             with self._changed:
                 self._unfinished -= 1
@@ -183,17 +241,56 @@ class Copier:
                 return self._loads.popleft()
             return self._saves.popleft() if self._saves else None
 
+
+class PageCopies:
+    """Copies of whole pages between an arena and slots or peers' frames."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def follow(self, client: NodeClient | None) -> None:
+        """See Copies: jobs bring their slots along."""
+
+    def do(self, job: Job) -> None:
+        """See Copies."""
+        if isinstance(job, LoadJob):
+            self._load(job)
+        elif isinstance(job, SaveJob):
+            self._save(job)
+        else:
+            self._save_to_peers(job)
+
     def _load(self, job: LoadJob) -> None:
         start = time.perf_counter()
         for page in job.pages:
+            if isinstance(page, PeerLoad):
+                self._load_from_peer(page, job.bad)
+                continue
             payload = page.slot[HEADER_BYTES : HEADER_BYTES + page.spec.nbytes]
             try:
-                _verify(page, payload)
+                verify(page, payload)
             except PageCorrupt as error:
                 job.bad[page.ref] = str(error)
                 continue
             self._arena.copy_in(page.frame, payload)
         job.seconds = time.perf_counter() - start
+
+    def _load_from_peer(self, page: PeerLoad, bad: dict[PageRef, str]) -> None:
+        """Checked where it arrives: a frame whose lender is gone may change under the copy."""
+        self._arena.copy_from_peer(page.frame, page.peer, page.grant.offset, page.spec.nbytes)
+        payload = self._arena.host_bytes(page.frame, page.spec.nbytes)
+        if not page.checksum or payload is None:
+            return
+        if page_checksum(page.key, page.spec.format.value, page.spec.digest, payload) != page.checksum:
+            bad[page.ref] = f"checksum of page {page.key.hex()[:16]} in a peer's frame differs"
+
+    def _save_to_peers(self, job: PeerSaveJob) -> None:
+        for page in job.pages:
+            spec = page.spec
+            self._arena.copy_to_peer(page.frame, page.peer, page.grant.offset, spec.nbytes)
+            payload = None if page.checksum else self._arena.host_bytes(page.frame, spec.nbytes)
+            if payload is not None:
+                page.checksum = page_checksum(page.record.key, spec.format.value, spec.digest, payload)
 
     def _save(self, job: SaveJob) -> None:
         for page in job.pages:
@@ -204,23 +301,30 @@ class Copier:
             self._arena.copy_out(page.frame, payload)
             if not page.checksum:
                 page.checksum = page_checksum(page.key, spec.format.value, spec.digest, payload)
-            envelope = Envelope(
-                key=page.key,
-                variant=spec.format.value,
-                spec_digest=spec.digest,
-                payload_bytes=spec.nbytes,
-                checksum=page.checksum,
-                root=page.root,
-                parent=page.parent,
-                tenant=page.tenant,
-                depth=page.depth,
-                tokens=page.tokens,
-                made_from=page.made_from,
-            ).pack()
-            page.slot[: len(envelope)] = envelope
+            write_envelope(page)
 
 
-def _verify(page: LoadPage, payload: memoryview) -> None:
+def write_envelope(page: SavePage) -> None:
+    """Say at the head of its slot what page it is; its payload is written, its checksum taken."""
+    spec = page.spec
+    envelope = Envelope(
+        key=page.key,
+        variant=spec.format.value,
+        spec_digest=spec.digest,
+        payload_bytes=spec.nbytes,
+        checksum=page.checksum,
+        root=page.root,
+        parent=page.parent,
+        tenant=page.tenant,
+        depth=page.depth,
+        tokens=page.tokens,
+        made_from=page.made_from,
+    ).pack()
+    page.slot[: len(envelope)] = envelope
+
+
+def verify(page: LoadPage, payload: memoryview) -> None:
+    """Raise PageCorrupt unless the slot holds the page that it should; fills in what only the envelope tells."""
     envelope = Envelope.unpack(page.slot[:PACKED_ENVELOPE_BYTES])
     variant = page.spec.format.value
     if (

@@ -1,6 +1,7 @@
-"""Knows which L1 frame is in which roles: held by sequences, cached, in a copy, or free. Pure: moves no bytes.
+"""Knows which L1 frame is in which roles: held by sequences, cached, in a copy, lent, or free. Pure: moves no bytes.
 
-A frame is free exactly when nobody holds it, no cached page lies in it, and no copy to or from it is in flight. What is
+A frame is free exactly when nobody holds it, no cached page lies in it, no copy to or from it is in flight, and it isn't
+lent to the worker's peers, whose it is until it is taken back. What is
 to be done to the bytes stands in one queue of operations, so that each reads what those before it wrote.
 """
 
@@ -112,7 +113,7 @@ class Frames:
     """The frames of one worker's L1. Owned by the step loop.
 
     Sizes are in units of the arena. `records` are the cached pages by frame, `limbo` counts frames that only a copy
-    keeps from being free. A frame with a copy is never moved.
+    keeps from being free. A frame with a copy, or one that is lent, is never moved.
     """
 
     def __init__(self, num_units: int, unit_bytes: int, page_bytes: Iterable[int]) -> None:
@@ -120,6 +121,8 @@ class Frames:
         self.slabs = SlabAllocator(num_units, map(self.units, page_bytes))
         self.records: dict[int, PageRecord] = {}
         self.limbo = 0
+        self.lent: dict[int, None] = {}
+        self.lent_units = 0
         self._holders: dict[int, int] = {}
         self._copies: dict[int, int] = {}
         self._ops: list[Op] = []
@@ -195,6 +198,28 @@ class Frames:
             del self.records[frame]
             self._free_if_unused(frame)
 
+    # Peers
+
+    def lend(self, size: int, count: int) -> list[int]:
+        """At most `count` free frames of a size for the worker's peers, in whole slabs where there are several sizes."""
+        slabs = self.slabs
+        if len(slabs.sizes) == 1:
+            frames = slabs.alloc(size, count)
+        else:
+            frames = []
+            while len(frames) + slabs.per_slab(size) <= count and (more := slabs.alloc_slab(size)):
+                frames += more
+        self.lent.update(dict.fromkeys(frames))
+        self.lent_units += size * len(frames)
+        return frames
+
+    def take_back(self, frames: Iterable[int]) -> None:
+        """Nobody reads or writes these lent frames any more: they are free."""
+        for frame in frames:
+            del self.lent[frame]
+            self.lent_units -= self.slabs.size_of(frame)
+            self.slabs.give_back(frame)
+
     def _free_if_unused(self, frame: int) -> None:
         if frame in self._holders or frame in self.records:
             return
@@ -233,7 +258,8 @@ class Frames:
 
         None when that must wait: for copies to end, or for the next step.
         """
-        moved = self.slabs.vacate(size, self._copies) if self._moves_left else None
+        stays = self._copies.keys() | self.lent.keys()
+        moved = self.slabs.vacate(size, stays) if self._moves_left else None
         if moved is None:
             return None
         self._moves_left -= 1
@@ -256,7 +282,9 @@ class Frames:
         roles = self._holders.keys() | self.records.keys() | self._copies.keys()
         for frame in roles:
             self.slabs.size_of(frame)  # asserts that it is handed out
-        assert len(roles) == sum(self.slabs.used.values()), "frames leaked, or in two roles"
+        assert roles.isdisjoint(self.lent), "a lent frame is used"
+        assert len(roles) + len(self.lent) == sum(self.slabs.used.values()), "frames leaked, or in two roles"
+        assert self.lent_units == sum(map(self.slabs.size_of, self.lent)), "units of lent frames"
         limbo = self._copies.keys() - self._holders.keys() - self.records.keys()
         assert len(limbo) == self.limbo, f"limbo is {self.limbo}, {len(limbo)} counted"
         for frame, record in self.records.items():

@@ -82,6 +82,7 @@ class L1:
             "remembered_pages": len(table.ghosts),
             "pinned": sorted(table.pinned),
             "limbo": table.limbo,
+            "lent_bytes": table.lent_bytes,
             "copies": table.copies_in_flight,
             "policy": table.policy.state,
             "fallbacks": table.policy.fallbacks,

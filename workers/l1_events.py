@@ -46,7 +46,10 @@ class Event(msgspec.Struct, Generic[T], frozen=True, array_like=True, kw_only=Tr
 
 
 class Add(Event[Request], frozen=True):
-    """A request comes, whose sequences have the numbers from `number` on and at most `longest` tokens."""
+    """A request comes, whose sequences have the numbers from `number` on and at most `longest` tokens.
+
+    Sequences that are resumed begin at once, each with the tokens that it has; else the others follow the first one.
+    """
 
     number: int
     spec: EngineRequest
@@ -58,7 +61,10 @@ class Add(Event[Request], frozen=True):
 
     def apply(self, l1: L1, now: float) -> Request:
         request = Request(self.spec, self.number, self.tenancy, self.submitted_s, self.wall_s, self.turn)
-        l1.scheduler.add(l1.new_sequence(request, 0, self.longest))
+        begin = range(self.spec.sampling.n) if self.spec.is_resumed else range(1)
+        for index in begin:
+            if index not in self.spec.ended:
+                l1.scheduler.add(l1.new_sequence(request, index, self.longest))
         return request
 
     def said(self, result: Request) -> list[Answer]:
@@ -287,7 +293,7 @@ class TakeDue(Event[list[PageRecord]], frozen=True):
 
 
 class SetAside(Event[list[PageRecord]], frozen=True):
-    """What leaves next is chosen; those pages that aren't saved."""
+    """What leaves next is chosen; those pages."""
 
     def apply(self, l1: L1, now: float) -> list[PageRecord]:
         return l1.table.set_aside(now)
@@ -347,6 +353,33 @@ class Borrow(Event[int | None], frozen=True):
 
     def apply(self, l1: L1, now: float) -> int | None:
         return l1.table.borrow(self.group, self.format, now)
+
+
+class LendOut(Event[list[int]], frozen=True):
+    """Free frames, at most `count` of a size in units, are lent to the worker's peers; which."""
+
+    size: int
+    count: int
+
+    def apply(self, l1: L1, now: float) -> list[int]:
+        return l1.table.frames.lend(self.size, self.count)
+
+
+class TakeBack(Event[None], frozen=True):
+    """Nobody reads or writes these lent frames any more."""
+
+    frames: list[int]
+
+    def apply(self, l1: L1, now: float) -> None:
+        l1.table.frames.take_back(self.frames)
+        l1.table.lent_overdue = False
+
+
+class LentOverdue(Event[None], frozen=True):
+    """Lent frames that were asked for don't come: whoever waits for them makes room elsewhere."""
+
+    def apply(self, l1: L1, now: float) -> None:
+        l1.table.lent_overdue = True
 
 
 class PreemptedSaved(Event[None], frozen=True):
@@ -435,5 +468,6 @@ EVENTS: tuple[type[Event[Any]], ...] = (
     *(Add, Siblings, Schedule, Computed, Measured, Fork, Sampled, Leaving, Finish, Retenant),
     *(Found, Cut, GiveUp, Place, Arrive, LoadOver),
     *(TakeOps, TakeDue, SetAside, StartSave, Saved, StartCopy, EndCopies, Borrow, PreemptedSaved),
+    *(LendOut, TakeBack, LentOverdue),
     *(NodeCame, NodeWent, LeasesOver, Pin, Unpin, Remove, ClearTree),
 )

@@ -50,7 +50,7 @@ class Level1:
         table, moved = self._table, self._pager.counters
         counters = TierCounters(
             capacity_bytes=table.capacity_bytes,
-            used_bytes=table.used_bytes,
+            used_bytes=table.used_bytes - table.lent_bytes,
             promoted_pages=moved.promoted_pages,
             evicted_pages=table.evicted_pages,
             bytes_in=moved.bytes_in,

@@ -16,6 +16,8 @@ from kvtier.kernels.ops import (
     NativeLlama,
     StepPlan,
 )
+from kvtier.workers.group_collective import Reduce, alone
+from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, on_device, rope_settings
 from kvtier.workers.model_files import load_tensors
 from kvtier.workers.rope import Rope, Turns, rotate, spread
@@ -42,41 +44,60 @@ def lean_refusal(shape: ModelShape) -> str:
 
 
 class LeanWeights:
-    """The weights of a Llama-family model in its compute dtype, read from its folder when asked for."""
+    """The weights of a Llama-family model in its compute dtype, read from its folder when asked for.
 
-    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    With a `share`: a rank's heads and columns, and all of what is small or read by row.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Share = WHOLE,
+    ) -> None:
+        """`shape` is the whole model's."""
         self._folder = folder
         self._tensors = load_tensors(folder)
         self._dtype = dtype
         self._device = device
+        self._heads = _times(share.heads(shape.num_heads), shape.head_dim)
+        self._kv_heads = _times(share.kv_heads(shape.num_kv_heads), shape.head_dim)
+        self._columns = _times(share.columns(shape.intermediate), 1)
+        self._is_first = share.rank == 0
         self.num_layers = shape.num_layers
         self.tied = shape.tied or "lm_head.weight" not in self._tensors
 
-    def get(self, name: str) -> torch.Tensor:
-        """A tensor by its name. Raises ValueError when there is none."""
+    def get(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> torch.Tensor:
+        """A tensor by its name, or a part of it. Raises ValueError when there is none."""
         if name not in self._tensors:
             raise ValueError(f"{self._folder} has no tensor {name}")
-        return self._tensors[name].to(device=self._device, dtype=self._dtype)
+        part = self._tensors[name][rows]
+        if columns is not None:
+            part = part[:, columns].contiguous()
+        return part.to(device=self._device, dtype=self._dtype)
 
-    def _maybe(self, name: str) -> torch.Tensor | None:
-        return self.get(name) if name in self._tensors else None
+    def _maybe(self, name: str, rows: slice = slice(None)) -> torch.Tensor | None:
+        return self.get(name, rows) if name in self._tensors else None
 
     def layer(self, index: int) -> LlamaLayerWeights:
         """One layer, with q, k and v in one matrix."""
         at = f"model.layers.{index}."
-        biases = [self._maybe(f"{at}self_attn.{x}_proj.bias") for x in "qkv"]
+        rows = {"q": self._heads, "k": self._kv_heads, "v": self._kv_heads}
+        biases = [self._maybe(f"{at}self_attn.{x}_proj.bias", rows[x]) for x in "qkv"]
         present = [b for b in biases if b is not None]
         return LlamaLayerWeights(
             attention_norm=self.get(at + "input_layernorm.weight"),
-            qkv=torch.cat([self.get(f"{at}self_attn.{x}_proj.weight") for x in "qkv"]),
+            qkv=torch.cat([self.get(f"{at}self_attn.{x}_proj.weight", rows[x]) for x in "qkv"]),
             qkv_bias=torch.cat(present) if len(present) == 3 else None,
             q_norm=self._maybe(at + "self_attn.q_norm.weight"),
             k_norm=self._maybe(at + "self_attn.k_norm.weight"),
-            out=self.get(at + "self_attn.o_proj.weight"),
+            out=self.get(at + "self_attn.o_proj.weight", columns=self._heads),
             mlp_norm=self.get(at + "post_attention_layernorm.weight"),
-            gate=self.get(at + "mlp.gate_proj.weight"),
-            up=self.get(at + "mlp.up_proj.weight"),
-            down=self.get(at + "mlp.down_proj.weight"),
+            gate=self.get(at + "mlp.gate_proj.weight", self._columns),
+            up=self.get(at + "mlp.up_proj.weight", self._columns),
+            down=self.get(at + "mlp.down_proj.weight", columns=self._columns),
         )
 
     @property
@@ -86,13 +107,18 @@ class LeanWeights:
 
     @property
     def head(self) -> torch.Tensor | None:
-        """[vocab, hidden]; None: the embedding."""
-        return None if self.tied else self.get("lm_head.weight")
+        """[vocab, hidden]; None: the embedding, as on ranks that are asked for no logits."""
+        return None if self.tied or not self._is_first else self.get("lm_head.weight")
 
     @property
     def norm(self) -> torch.Tensor:
         """[hidden]"""
         return self.get("model.norm.weight")
+
+
+def _times(numbers: range, size: int) -> slice:
+    """The rows of so many things of a size."""
+    return slice(numbers.start * size, numbers.stop * size)
 
 
 def load_rope(folder: Path, shape: ModelShape) -> Rope:
@@ -159,7 +185,10 @@ class NativeModel:
 
 
 class LeanModel:
-    """Our forward of the Llama family in torch; owns its weights."""
+    """Our forward of the Llama family in torch; owns its weights.
+
+    With a rank's share of heads and columns, `reduce` sums what comes out of attention and MLP over the ranks.
+    """
 
     kind: Literal["lean", "transformers"] = "lean"
     invariant = False
@@ -172,9 +201,11 @@ class LeanModel:
         rope: Rope,
         layout: KVLayout,
         kernels: Kernels,
+        reduce: Reduce = alone,
     ) -> None:
         self._shape = shape
         self._rope = rope
+        self._reduce = reduce
         self._embedding, self._norm_weight = weights.embedding, weights.norm
         self._head = self._embedding if weights.head is None else weights.head
         self._layers = [weights.layer(i) for i in range(weights.num_layers)]
@@ -198,7 +229,8 @@ class LeanModel:
                 i, layer, self._norm(x, layer.attention_norm), turns, sink_turns, plan, arena
             )
             y = self._norm(x, layer.mlp_norm)
-            x = x + F.linear(F.silu(F.linear(y, layer.gate)) * F.linear(y, layer.up), layer.down)
+            y = F.linear(F.silu(F.linear(y, layer.gate)) * F.linear(y, layer.up), layer.down)
+            x = x + self._reduce(y)
         return F.linear(self._norm(x[wanted], self._norm_weight), self._head).float()
 
     def _attend(
@@ -223,7 +255,7 @@ class LeanModel:
         out, _ = self._kernels.paged_attention(
             q, arena, self._layout, plan, index, s.head_dim**-0.5, q_sinks=q_sinks
         )
-        return F.linear(out.reshape(len(x), -1), layer.out)
+        return self._reduce(F.linear(out.reshape(len(x), -1), layer.out))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.float()

@@ -16,6 +16,9 @@ import torch
 
 from kvtier.kernels.ops import Kernels, KVLayout, NativeKernels, StepPlan, merge
 from kvtier.workers.formats import LayerGroup
+from kvtier.workers.group_collective import Reduce, alone
+from kvtier.workers.group_modules import split_feed_forward, split_linear
+from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, window_refusal
 from kvtier.workers.model_transformers import (
     check_probe,
@@ -60,13 +63,21 @@ class LatentModel:
         layout: KVLayout,
         kernels: Kernels,
         device: torch.device,
+        share: Share = WHOLE,
+        reduce: Reduce = alone,
     ) -> None:
-        """Load the model of `folder`, and compare it with its own attention. Raises ValueError where that can't be."""
+        """Load the model of `folder`, and compare it with its own attention. Raises ValueError where that can't be.
+
+        With a `share`, attention is of a rank's heads, over latents that all ranks have. While it
+        loads, each rank has room for the whole model.
+        """
         self._model = load_modules(folder, layout.dtype)
         self._model.eval().to(device)
         own = own_logits(self._model, device)
+        if share.ranks > 1:
+            split_feed_forward(self._model, share, reduce)
         for layer in self._model.base_model.layers:
-            layer.self_attn = LatentAttention(layer.self_attn)
+            layer.self_attn = LatentAttention(layer.self_attn, share, reduce)
         if isinstance(kernels, NativeKernels):
             compile_linears(self._model, kernels)
         self.window_refusal = window_refusal(shape)
@@ -106,32 +117,38 @@ class LatentModel:
 
 
 class LatentAttention(torch.nn.Module):
-    """Takes the place of a DeepSeek attention module and keeps its projections; kv_b_proj is split in its two halves."""
+    """Takes the place of a DeepSeek attention module and keeps its projections; kv_b_proj is split in its two halves.
 
-    def __init__(self, theirs: Any) -> None:
+    Of projections to and from heads a rank keeps its share; `reduce` sums over the ranks.
+    """
+
+    def __init__(self, theirs: Any, share: Share = WHOLE, reduce: Reduce = alone) -> None:
         super().__init__()
+        heads = share.heads(int(theirs.num_heads))
         config = theirs.config
         self._layer = int(theirs.layer_idx)
-        self._heads, self._rank = int(theirs.num_heads), int(theirs.kv_lora_rank)
+        self._heads, self._rank = len(heads), int(theirs.kv_lora_rank)
+        self._reduce = reduce
         self._nope, self._rope = int(theirs.qk_nope_head_dim), int(theirs.qk_rope_head_dim)
         self._scale = float(theirs.scaling)  # YaRN's mscale is in it
         self._interleaved = bool(getattr(config, "rope_interleave", True))
         if theirs.q_lora_rank is None:
-            self.q_proj = theirs.q_proj
+            self.q_proj = _of_heads(theirs.q_proj, 0, heads, share)
         else:
             self.q_a_proj, self.q_a_layernorm, self.q_b_proj = (
                 theirs.q_a_proj,
                 theirs.q_a_layernorm,
-                theirs.q_b_proj,
+                _of_heads(theirs.q_b_proj, 0, heads, share),
             )
         self.kv_a_proj_with_mqa, self.kv_a_layernorm = theirs.kv_a_proj_with_mqa, theirs.kv_a_layernorm
-        self.o_proj = theirs.o_proj
+        self.o_proj = _of_heads(theirs.o_proj, 1, heads, share)
         if type(theirs.kv_b_proj) is not torch.nn.Linear:
             raise ValueError(
                 f"{type(theirs).__name__} isn't supported with a kv_b_proj of {type(theirs.kv_b_proj).__name__}: it must"
                 " be a plain linear layer, of unquantized weights"
             )
-        both = theirs.kv_b_proj.weight.detach().view(self._heads, -1, self._rank)
+        both = theirs.kv_b_proj.weight.detach().view(int(theirs.num_heads), -1, self._rank)
+        both = both[heads.start : heads.stop]
         self.up_k = torch.nn.Buffer(both[:, : self._nope].contiguous(), persistent=False)  # [H, nope, R]
         self.up_v = torch.nn.Buffer(both[:, self._nope :].contiguous(), persistent=False)  # [H, V, R]
 
@@ -166,7 +183,7 @@ class LatentAttention(torch.nn.Module):
             at = int(step.plan.starts[sequence])
             span = slice(at, at + int(step.plan.lengths[sequence]))
             out[span] = self._expanded(q[span], sequence, step)
-        return self.o_proj(out.view(rows, -1))[None], None
+        return self._reduce(self.o_proj(out.view(rows, -1)))[None], None
 
     def _absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: LatentStep) -> torch.Tensor:
         q = torch.cat([torch.einsum("rhn,hnl->rhl", q_nope, self.up_k), q_rope], -1)
@@ -190,6 +207,12 @@ class LatentAttention(torch.nn.Module):
             total = (out.float(), lse) if total is None else merge([total, (out, lse)])
         assert total is not None, "a sequence with rows has context"
         return total[0].to(q.dtype)
+
+
+def _of_heads(linear: Any, dim: int, heads: range, share: Share) -> Any:
+    """What a rank has of a linear layer whose output (dim 0) or input (dim 1) is of all heads."""
+    size = linear.weight.shape[dim] // (len(heads) * share.ranks)
+    return split_linear(linear, dim, range(heads.start * size, heads.stop * size), share)
 
 
 def _turns(given: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,10 @@ from kvtier.kernels.ops import (
 )
 from kvtier.tier.page import PageFormat
 from kvtier.workers.formats import LayerGroup, layout_of, unit_bytes_of
+from kvtier.workers.group_collective import Reduce, alone
+from kvtier.workers.group_kernels import SharedKernels
+from kvtier.workers.group_modules import split_feed_forward
+from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, on_device, window_refusal
 from kvtier.workers.rope import Rope, Turns, rotate, spread
 
@@ -98,16 +102,27 @@ class TransformersModel:
         layouts: tuple[KVLayout, ...],
         kernels: Kernels,
         device: torch.device,
+        share: Share = WHOLE,
+        reduce: Reduce = alone,
     ) -> None:
-        """Load the model of `folder`. Raises ValueError for an architecture that can't take our attention."""
+        """Load the model of `folder`. Raises ValueError for an architecture that can't take our attention.
+
+        `shape` is the whole model's. With a `share`, a rank attends and stores its heads, and has its columns of gated
+        MLPs; all else is computed on all ranks alike.
+        """
         self._model = load_modules(folder, layouts[0].dtype)
         if not getattr(self._model, "_supports_attention_backend", False):
             name = type(self._model).__name__
             raise ValueError(f"{name} isn't supported: its attention can't be replaced")
+        if share.ranks > 1:
+            split_feed_forward(self._model, share, reduce)
         self._model.eval().to(device)
         self.invariant = False
         if isinstance(kernels, NativeKernels):
-            self.invariant = compile_linears(self._model, kernels)
+            # How a sum over ranks rounds may depend on the number of rows.
+            self.invariant = compile_linears(self._model, kernels) and share.ranks == 1
+        if share.ranks > 1:
+            kernels = SharedKernels(kernels, shape, share, reduce)
         self._device = device
         self._groups = groups
         self._layouts = layouts

@@ -6,6 +6,7 @@ Without a connection the worker goes on with L1 alone.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvtier.tier.hbm import ArenaShare
 from kvtier.tier.ipc import NodeClient, NodeRefused
 from kvtier.tier.messages import Grant, Hello, ReturnSlots, ToNode, ToWorker, WantSlots
 from kvtier.tier.page import slot_bytes
@@ -25,10 +27,17 @@ STOCK_SHARE = 8  # a worker keeps at most 1/8 of the slab in stock
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The node answered connection `number`."""
+    """The node answered connection `number`. `lifeline`: where it may lend the arena, the read end of that pipe."""
 
     number: int
     client: NodeClient
+    lifeline: int | None = None
+
+    def close(self) -> None:
+        """End a connection that nobody has taken."""
+        self.client.close()
+        if self.lifeline is not None:
+            os.close(self.lifeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,16 @@ class NodeLink:
         post: Callable[[LinkEvent], None],
         *,
         pin_slab: bool = False,
+        share: ArenaShare | None = None,
+        follow: Callable[[NodeClient | None], None] = lambda client: None,
     ) -> None:
+        """`share` is what peers open the arena by, where `hello` lends. `follow` is told of each connection, before any
+        of its slots is used, and by None that it is to end, once none is.
+        """
         self._socket_path = socket_path
         self._pin_slab = pin_slab
+        self._share = share
+        self._follow = follow
         self._hello = hello
         self._max_stock = stock
         self._post = post
@@ -103,6 +119,10 @@ class NodeLink:
         """There is, or will be, a node to save pages to."""
         return self._socket_path is not None
 
+    def take_arena_fds(self, lender: str) -> list[int]:
+        """The descriptors that came with a peer's Arena; the caller's from now on."""
+        return [] if self._client is None else self._client.take_arena_fds(lender)
+
     def free_slots(self, payload_bytes: int) -> int:
         """Slots in stock for pages of this size."""
         return len(self._stock[payload_bytes])
@@ -125,11 +145,12 @@ class NodeLink:
         """A connection stands: from now on the node can be asked. False when it broke already."""
         if event.number != self.number or event.number in self._lost:
             self._lost.discard(event.number)
-            event.client.close()
+            event.close()
             if event.number == self.number:
                 self.start()
             return False
         self._client = event.client
+        self._follow(event.client)
         slab_bytes = event.client.welcome.slab_bytes
         for size in self._targets:
             slots = slab_bytes // slot_bytes(size)
@@ -200,6 +221,7 @@ class NodeLink:
         self._targets = dict.fromkeys(self._stock, 0)
         self._asked.clear()
         if client is not None:
+            self._follow(None)
             client.close()
 
     def _connect(self, number: int, socket_path: str) -> None:
@@ -208,13 +230,9 @@ class NodeLink:
         hello = msgspec.structs.replace(self._hello, incarnation=f"{self._hello.incarnation}.{number}")
         wait_s = RETRY_FIRST_S
         while not self._closing.is_set():
+            is_posted = threading.Event()  # what the node says at once is heard after Connected
             try:
-                client = NodeClient.connect(
-                    socket_path,
-                    hello,
-                    lambda message: self._post(NodeMessage(number, message)),
-                    lambda: self._post(ConnectionLost(number)),
-                )
+                client, lifeline = self._say_hello(socket_path, hello, number, is_posted)
             except NodeRefused as error:
                 self._post(ConnectionRefused(str(error)))
                 return
@@ -225,8 +243,40 @@ class NodeLink:
                 continue
             if self._pin_slab:
                 _pin(client)
-            self._post(Connected(number, client))
+            self._post(Connected(number, client, lifeline))
+            is_posted.set()
             return
+
+    def _say_hello(
+        self, socket_path: str, hello: Hello, number: int, is_posted: threading.Event
+    ) -> tuple[NodeClient, int | None]:
+        """The connection; where the worker lends, the end of its lifeline that stays here."""
+
+        def hear(message: ToWorker) -> None:
+            is_posted.wait()
+            self._post(NodeMessage(number, message))
+
+        lifeline: int | None = None
+        arena_fds: tuple[int, ...] = ()
+        if self._share is not None:
+            lifeline, held = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            arena_fds = (held,) if self._share.fd is None else (held, self._share.fd)
+        try:
+            client = NodeClient.connect(
+                socket_path,
+                hello,
+                hear,
+                lambda: self._post(ConnectionLost(number)),
+                arena_fds=arena_fds,
+            )
+        except BaseException:
+            if lifeline is not None:
+                os.close(lifeline)
+            raise
+        finally:
+            for held in arena_fds[:1]:
+                os.close(held)
+        return client, lifeline
 
 
 def _pin(client: NodeClient) -> None:

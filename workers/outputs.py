@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 
 import msgspec
 
@@ -16,6 +17,9 @@ from kvtier.workers.api import Output
 MAX_HELLO_BYTES = 4096
 MAX_FRAME_BYTES = 64 * 2**20  # of one step's outputs; a longer one can't be ours
 SEND_TIMEOUT_S = 30.0  # a gateway that takes nothing for so long is gone
+KEEPALIVE_S = (
+    20  # a machine that answers nothing for so long is gone: less finds it sooner, more bears a slow network
+)
 _LENGTH = struct.Struct("<I")
 
 
@@ -32,7 +36,7 @@ _hello_decoder = msgspec.msgpack.Decoder(OutputHello)
 
 
 class OutputSender:
-    """The worker's end. Owned by its step loop, which alone calls `send`."""
+    """The worker's end. Its step loop alone calls `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -44,6 +48,7 @@ class OutputSender:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
             connection.settimeout(SEND_TIMEOUT_S)
             connection.sendall(pack_frame(_encoder.encode(OutputHello(worker_id, secret))))
         except BaseException:
@@ -55,9 +60,30 @@ class OutputSender:
         """Send what a step gave. Raises OSError when the gateway is gone; the connection is of no use then."""
         self._socket.sendall(pack_frame(_encoder.encode(outputs)))
 
+    def wait_closed(self) -> None:
+        """Until the gateway's end closes, or ours does: it never says anything. For a thread that does nothing else."""
+        while True:
+            try:
+                if not self._socket.recv(1):
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+
     def close(self) -> None:
-        """Let the connection go. Idempotent."""
+        """Let the connection go, and who waits for that. Idempotent. From any thread."""
+        with suppress(OSError):  # the other end may have gone first
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have a connection end when the other end's machine, or the way there, is gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S // 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def pack_frame(body: bytes) -> bytes:

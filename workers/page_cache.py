@@ -69,7 +69,11 @@ class PageCache:
         self.due: list[PageRecord] = []  # since they were asked for last
         # Pages that have left since somebody took them out; None: nobody does.
         self.left: list[PageKey] | None = None
+        # Keys of pages that came or left since they were taken out (`take_changes`); None: nobody does.
+        self.touched: dict[PageKey, None] | None = None
         self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
+        self.lent_wanted = False  # in this step somebody waits for frames that are lent
+        self.lent_overdue = False  # they have been asked for long ago: nobody waits for them any more
         self._now = 0.0  # while pages leave the index
         self._max_pins = capacity // 2
         self._at_once = 1 if isinstance(self.policy, Lru) else min(AT_ONCE, 1 + capacity // 256)
@@ -114,6 +118,11 @@ class PageCache:
     def used_bytes(self) -> int:
         """Bytes of the frames that aren't free."""
         return self.frames.slabs.used_units * self.frames.unit_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the frames that the worker's peers use."""
+        return self.frames.lent_units * self.frames.unit_bytes
 
     @property
     def limbo(self) -> int:
@@ -169,6 +178,18 @@ class PageCache:
         """The page is here, in some format."""
         return bool(self.records_of(key))
 
+    def keys(self) -> list[PageKey]:
+        """Of all pages that can be found."""
+        return list(dict.fromkeys([*self._in_tree, *(key for key, _ in self.pool.pages)]))
+
+    def take_changes(self) -> tuple[list[PageKey], list[PageKey]]:
+        """Of the pages that came or left since the last time, those that can be found now, and those that can't."""
+        if not self.touched:
+            return [], []
+        touched, self.touched = self.touched, {}
+        found = {key: self.has(key) for key in touched}
+        return [key for key in found if found[key]], [key for key in found if not found[key]]
+
     def cached(self) -> Iterator[tuple[PageRecord, bool]]:
         """Every cached page, and whether anyone holds it."""
         for page in self.index.pages():
@@ -187,10 +208,7 @@ class PageCache:
         slabs = self.frames.slabs
         pages = Counter(slabs.used)
         pages.update(missing)
-        for nbytes, count in self.pool.evictable.items():
-            pages[self.frames.units(nbytes)] -= count
-        if self._in_trees is not None:
-            pages[self._in_trees[1]] -= self.index.evictable_pages
+        pages.subtract(self.evictable())
         return slabs.can_hold(pages)
 
     def take(self, group: int, format: PageFormat, count: int, now: float) -> list[int]:
@@ -201,6 +219,22 @@ class PageCache:
         while len(taken) < count and self._make_room(size, count - len(taken), now):
             taken += self.frames.take(size, count - len(taken))
         return taken
+
+    def wait_for_lent(self) -> bool:
+        """Whether room comes soon, as frames that are lent come back: from now on they are wanted."""
+        if not self.frames.lent or self.lent_overdue:
+            return False
+        self.lent_wanted = True
+        return True
+
+    def evictable(self) -> Counter[int]:
+        """Cached pages that nobody holds, by size in units."""
+        pages: Counter[int] = Counter()
+        for nbytes, count in self.pool.evictable.items():
+            pages[self.frames.units(nbytes)] += count
+        if self._in_trees is not None:
+            pages[self._in_trees[1]] += self.index.evictable_pages
+        return pages
 
     def borrow(self, group: int, format: PageFormat, now: float) -> int | None:
         """A frame that is nobody's, with a copy into it started: it is free again when that ends."""
@@ -271,8 +305,11 @@ class PageCache:
         if other is None:
             return self._evict(missing, now)
         moved = self.frames.empty_slab(other)
+        if moved is None and self.lent_overdue:
+            return self._evict(missing, now)
         if moved is None:
             self.must_wait = True
+            self.wait_for_lent()  # the slab may be a lent one that has come back in part
             return False
         self.index.follow(moved)
         for seq in self._holding:
@@ -326,7 +363,7 @@ class PageCache:
         return bool(self.margin_bytes) and self._pages_to_set_aside() > slack
 
     def set_aside(self, now: float) -> list[PageRecord]:
-        """Choose what leaves next, until that and what is free make `margin_bytes`; the chosen pages that aren't saved.
+        """Choose what leaves next, until that and what is free make `margin_bytes`; the chosen pages.
 
         They leave before all others, those first that have a copy below by then; one that is used meanwhile stays.
         """
@@ -340,7 +377,7 @@ class PageCache:
                 nbytes = sum(record.nbytes for record in records)
                 leaves = self._ranks.of(records[0].tenant).leaves
                 leaves.set_aside(victim, nbytes, is_all=victim.pages == self._pages_of(victim.row))
-                chosen += [record for record in records if record.save is SaveState.DIRTY]
+                chosen += records
         return chosen
 
     def unsaved(self) -> None:
@@ -372,14 +409,25 @@ class PageCache:
         return self.index.pages_of(row) if self.pool.by_row(row) is None else 1
 
     def _next_aside(self, save: SaveState) -> tuple[Leaves, Victim] | None:
-        """Of what was set aside, the first with pages that are all CLEAN, or of which some are in another state."""
+        """Of what was set aside, the first with pages that are all CLEAN, or of which some are in another state.
+
+        A page under a copy counts as being saved: its frame is of no use to anyone before that ends.
+        """
         for leaves, victim in self._ranks.aside():
-            states = {record.save for record in self._records_of_victim(victim)}
+            states = {
+                SaveState.SAVING if self.frames.copies_of(record.frame) else record.save
+                for record in self._records_of_victim(victim)
+            }
             if save in states and (save is not SaveState.CLEAN or len(states) == 1):
                 return leaves, victim
         return None
 
+    def _touch(self, key: PageKey) -> None:
+        if self.touched is not None:
+            self.touched[key] = None
+
     def _cache(self, record: PageRecord) -> None:
+        self._touch(record.key)
         self.frames.cache(record)
         self._ranks.of(record.tenant).used_bytes += record.nbytes
 
@@ -408,6 +456,7 @@ class PageCache:
         for frame in frames:
             record = self.frames.records[frame]
             self._ranks.of(record.tenant).used_bytes -= record.nbytes
+            self._touch(record.key)
             if self.left is not None:
                 self.left.append(record.key)
         self.frames.uncache(frames)
@@ -422,6 +471,7 @@ class PageCache:
             ghost = Ghost(record.row, record.nbytes, now, record.last_use_s, record.in_use)
             self.ghosts.bury(record.key, ghost)
         self._ranks.of(record.tenant).used_bytes -= record.nbytes
+        self._touch(record.key)
         if self.left is not None:
             self.left.append(record.key)
         self.frames.uncache([record.frame])
@@ -548,6 +598,7 @@ class PageCache:
                 self._uncache(record, now)
             else:
                 self._in_tree.pop(record.key, None)
+                self._touch(record.key)
         pooled = held
         held += self._bury(tree, now)
         return self.evicted_pages - before - pooled, held

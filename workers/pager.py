@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tier.messages import (
+    Arena,
+    ArenaGone,
     Chain,
     Copied,
     Finished,
+    FramesGranted,
     Granted,
     HostPage,
     Loaded,
@@ -24,7 +28,11 @@ from kvtier.tier.messages import (
     Missing,
     NewRoot,
     PageRef,
+    PeerPage,
+    RecallFrames,
+    Reclaimed,
     Release,
+    Remote,
     ReturnSlots,
     Stored,
     StoredPage,
@@ -35,7 +43,17 @@ from kvtier.tier.records import Limits
 from kvtier.tier.score import Kind
 from kvtier.tier.stats import TierCounters
 from kvtier.workers.arena_ops import ArenaOps
-from kvtier.workers.copier import Copier, Job, LoadJob, LoadPage, SaveJob, SavePage
+from kvtier.workers.borrower import Borrower
+from kvtier.workers.copier import (
+    Copier,
+    Job,
+    LoadJob,
+    LoadPage,
+    PeerLoad,
+    PeerSaveJob,
+    SaveJob,
+    SavePage,
+)
 from kvtier.workers.formats import LayerGroup
 from kvtier.workers.frames import Convert, PageRecord, SaveState
 from kvtier.workers.l1 import L1
@@ -60,6 +78,7 @@ from kvtier.workers.l1_events import (
     TakeDue,
     TakeOps,
 )
+from kvtier.workers.lender import Lender
 from kvtier.workers.node_link import (
     Connected,
     ConnectionLost,
@@ -101,11 +120,14 @@ class Pager:
         groups: tuple[LayerGroup, ...],
         l4_format: PageFormat | None,
         memory: npt.NDArray[np.uint8] | None,
+        lender: Lender,
+        borrower: Borrower,
+        is_through: bool = True,
         always_load: bool = False,
     ) -> None:
         """`memory` is L1's arena, uint8 [units, unit bytes], where it is host memory; else None.
 
-        Full pages are saved at once, or, where the table keeps a margin, shortly before they must leave.
+        Full pages are saved at once (`is_through`), or shortly before they must leave.
         """
         self.counters = TierCounters(capacity_bytes=l1.table.capacity_bytes)
         self.made_variants = 0
@@ -119,7 +141,9 @@ class Pager:
         self._specs = {spec.digest: spec for group in groups for spec in group.specs.values()}
         self._l4_format = l4_format
         self._always_load = always_load
-        self._is_through = not l1.table.margin_bytes
+        self._lender = lender
+        self._borrower = borrower
+        self._is_through = is_through
         self._unit_bytes = 0 if memory is None else memory.shape[1]
         self._memory = None if memory is None else memory.reshape(-1).data
         self._loads: dict[str, Sequence] = {}
@@ -141,7 +165,7 @@ class Pager:
     @property
     def in_flight(self) -> bool:
         """An event will come without anybody asking for anything: a copy ends, a load ends."""
-        return bool(self._copies or self._loads)
+        return bool(self._copies or self._loads or self._lender.is_waiting)
 
     @property
     def is_quiet(self) -> bool:
@@ -154,8 +178,11 @@ class Pager:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the first load in flight loses to recompute."""
-        return min((s.load.deadline_s for s in self._loads.values() if s.load), default=None)
+        """When the first load in flight loses to recompute, or the lender has something to look at."""
+        times = [seq.load.deadline_s for seq in self._loads.values() if seq.load]
+        if (lender := self._lender.next_deadline_s) is not None:
+            times.append(lender)
+        return min(times, default=None)
 
     def locate(self, seq: Sequence) -> None:
         """Ask the node for the pages of a sequence that is LOADING."""
@@ -176,9 +203,10 @@ class Pager:
                 page_tokens=page_tokens,
                 first_page=load.first_page,
                 last_position=load.last_position,
-                chains=[_chain(chain) for chain in load.chains],
+                chains=[_chain(chain, group) for chain, group in zip(load.chains, self._groups, strict=True)],
                 recompute_s=self._recompute_s(seq, load),
                 first_content=content,
+                remotes=[Remote(*remote) for remote in request.spec.remotes],
             )
         )
 
@@ -237,15 +265,21 @@ class Pager:
                 self._to_save(record)
         self.flush(now)
 
+    def save_now(self, records: list[PageRecord], now: float) -> None:
+        """Save these pages though nothing makes them leave: somebody else waits for them below."""
+        for record in records:
+            if record.save is SaveState.DIRTY:
+                self._to_save(record)
+        self.flush(now)
+
     def flush(self, now: float) -> None:
         """Start saving as many unsaved pages as there are slots for, the oldest first."""
         self._run_ops(now)  # what is saved must lie where it is said to lie
         for record in self._l1.hear(TakeDue(), now) if self._table.has_due else ():
             if self._is_through or record.leaves:
                 self._to_save(record)
-        if not self._is_through and self._table.can_save and self._table.is_margin_short:
-            for record in self._l1.hear(SetAside(), now):
-                self._to_save(record)
+        if self._table.can_save and self._table.is_margin_short:
+            self._set_aside(now)
         pages: list[SavePage] = []
         for size, unsaved in self._unsaved.items():
             while unsaved and self._link.free_slots(size):
@@ -263,6 +297,32 @@ class Pager:
         )
         if pages or self._unmade or any(self._unsaved.values()):
             self._link.refill()
+        self._save_to_peers(now)
+        self._lender.balance(now)
+
+    def _set_aside(self, now: float) -> None:
+        """Choose what leaves next, where it is to be saved for that, or peers have room for it."""
+        if self._is_through and not self._borrower.has_stock:
+            return
+        chosen = self._l1.hear(SetAside(), now)
+        self._borrower.choose(chosen)
+        for record in chosen if not self._is_through else ():
+            if record.save is SaveState.DIRTY:
+                self._to_save(record)
+
+    def _save_to_peers(self, now: float) -> None:
+        jobs: list[Job] = [*self._borrower.to_save(self._spec)]
+        for job in jobs:
+            for page in job.pages:
+                self._l1.hear(StartCopy(page.frame), now)
+        self._copies += len(jobs)
+        if jobs:
+            self._copier.put(jobs)
+
+    def close(self) -> None:
+        """The copier has ended: let peers' frames go."""
+        self._borrower.close()
+        self._lender.close()
 
     def demote(self, demotion: Demotion) -> None:
         """Copy a preempted sequence's unsaved pages to L3, to be held there for it. There are slots for them."""
@@ -295,7 +355,8 @@ class Pager:
         self._link.send(Release(lease))
 
     def expire(self, now: float) -> None:
-        """Loads past their deadline lose to recompute."""
+        """Loads past their deadline lose to recompute, and lent frames that don't come back are waited for no more."""
+        self._lender.expire(now)
         for seq in list(self._loads.values()):
             load = seq.load
             assert load is not None
@@ -324,6 +385,8 @@ class Pager:
         )
         assert 0 <= self._variants <= VARIANTS_AT_ONCE, f"{self._variants} tier variants at once"
         assert self._leased.keys() <= self._loads.keys(), "leases of loads that are over"
+        self._lender.check()
+        self._borrower.check()
         if not self.in_flight:
             assert not self._variants and not self._holding, "copies that nobody makes"
 
@@ -334,6 +397,7 @@ class Pager:
         match event:
             case Connected():
                 if self._link.take_connection(event):
+                    self._lender.came(event.lifeline)
                     self._introduce(now)
             case ConnectionLost():
                 self._lose(event.number, now)
@@ -348,7 +412,10 @@ class Pager:
         self._copies -= 1
         self._l1.hear(EndCopies([page.frame for page in job.pages]), now)
         if isinstance(job, LoadJob):
+            self._borrower.loaded(job)
             self._on_loaded(job, now)
+        elif isinstance(job, PeerSaveJob):
+            self._borrower.saved(job)
         else:
             self._on_saved(job, now)
 
@@ -362,10 +429,11 @@ class Pager:
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
                 return
-            refs = [page.page for page in message.host] + message.loading
+            here: list[HostPage | PeerPage] = [*message.peer, *message.host]
+            refs = [page.page for page in here] + message.loading
             self._leased[message.request_id] = set(refs)
             self._l1.hear(Found(seq.number, message.pages, refs, message.missing), now)
-            self._copy_up(seq, message.host, now)
+            self._copy_up(seq, here, now)
             self._finish_if_complete(seq, now)
         elif isinstance(message, Loaded):
             seq = self._loads.get(message.request_id)
@@ -378,13 +446,32 @@ class Pager:
                 return
             self._l1.hear(Cut(seq.number, message.missing), now)
             self._finish_if_complete(seq, now)
+        else:
+            self._hear_of_peers(message, now)
 
-    def _copy_up(self, seq: Sequence, found: list[HostPage], now: float) -> None:
+    def _hear_of_peers(self, message: ToWorker, now: float) -> None:
+        if isinstance(message, Arena):
+            self._borrower.opened(message)
+        elif isinstance(message, ArenaGone):
+            self._borrower.gone(message.lender)
+        elif isinstance(message, FramesGranted):
+            self._borrower.granted(message.grants)
+            self.flush(now)
+        elif isinstance(message, RecallFrames):
+            self._borrower.recalled(message.grants)
+        elif isinstance(message, Reclaimed):
+            self._lender.reclaimed(message.offsets, now)
+
+    def _copy_up(self, seq: Sequence, found: Iterable[HostPage | PeerPage], now: float) -> None:
         load = seq.load
         assert load is not None
-        placed: list[tuple[HostPage, PageSpec, int]] = []
+        placed: list[tuple[HostPage | PeerPage, PageSpec, int]] = []
         for page in found:
             if not load.wants(page.page):
+                continue
+            if isinstance(page, PeerPage) and self._borrower.arena(page.grant.lender) is None:
+                why = "it is in the memory of a peer that is gone"
+                self._l1.hear(Cut(seq.number, Missing(page.page[1], "load_failed", why)), now)
                 continue
             spec = self._specs.get(page.spec_digest)
             if spec is None or spec.format != page.variant:
@@ -395,26 +482,45 @@ class Pager:
             if frame is not None:
                 placed.append((page, spec, frame))
         self._run_ops(now)  # what lay in these frames may have to be moved out first
-        pages = [
-            LoadPage(
-                ref=page.page,
-                slot=self._link.slot(page.grant),
-                key=PageKey(page.key),
-                spec=spec,
-                checksum=page.checksum,
-                tokens=page.tokens,
-                frame=frame,
-                from_ssd=page.from_ssd,
-            )
-            for page, spec, frame in placed
-        ]
         # Twice as many jobs as threads: a thread that the system holds up delays a part, not half.
-        share = max(LOAD_JOB_PAGES, -(-len(pages) // (2 * self._copier.num_threads)))
+        share = max(LOAD_JOB_PAGES, -(-len(placed) // (2 * self._copier.num_threads)))
+        of_node = [self._load_page(p, spec, frame) for p, spec, frame in placed if isinstance(p, HostPage)]
+        of_peers = [self._peer_load(p, spec, frame) for p, spec, frame in placed if isinstance(p, PeerPage)]
         jobs: list[Job] = [
-            LoadJob(load.lease, pages[start : start + share]) for start in range(0, len(pages), share)
+            LoadJob(load.lease, pages[start : start + share])
+            for pages in (of_peers, of_node)
+            for start in range(0, len(pages), share)
         ]
         self._copies += len(jobs)
         self._copier.put(jobs)
+
+    def _load_page(self, page: HostPage, spec: PageSpec, frame: int) -> LoadPage:
+        return LoadPage(
+            ref=page.page,
+            slot=self._link.slot(page.grant),
+            grant=page.grant,
+            key=PageKey(page.key),
+            spec=spec,
+            checksum=page.checksum,
+            tokens=page.tokens,
+            frame=frame,
+            came_from=TierName(page.came_from),
+        )
+
+    def _peer_load(self, page: PeerPage, spec: PageSpec, frame: int) -> PeerLoad:
+        arena = self._borrower.arena(page.grant.lender)
+        assert arena is not None
+        self._borrower.started(page.grant.lender)
+        return PeerLoad(
+            ref=page.page,
+            peer=arena,
+            grant=page.grant,
+            key=PageKey(page.key),
+            spec=spec,
+            checksum=page.checksum,
+            frame=frame,
+            made_from=page.made_from,
+        )
 
     def _on_loaded(self, job: LoadJob, now: float) -> None:
         seq = self._loads.get(job.lease)
@@ -431,8 +537,7 @@ class Pager:
             why = job.bad.get(page.ref)
             if why is None:
                 nbytes += page.spec.nbytes
-                tier = TierName.SSD if page.from_ssd else TierName.HOST
-                self._l1.hear(Arrive(seq.number, page.ref, tier), now)
+                self._l1.hear(Arrive(seq.number, page.ref, page.came_from), now)
                 self._describe(page)
                 continue
             corrupt.append(page.ref)
@@ -443,7 +548,7 @@ class Pager:
         self._link.send(Copied(job.lease, done, nbytes, job.seconds, corrupt))
         self._finish_if_complete(seq, now)
 
-    def _describe(self, page: LoadPage) -> None:
+    def _describe(self, page: LoadPage | PeerLoad) -> None:
         """What only the envelope told goes into the record of a page that can be found now."""
         record = self._table.record(page.frame)
         if record is not None and record.format is page.spec.format:
@@ -515,7 +620,7 @@ class Pager:
             self._l1.hear(StartCopy(record.frame), now)  # it stays what and where it is until it is converted
             frame = self._l1.hear(Borrow(record.group, spec.format), now)
             if frame is None:
-                if not self._copies and not self._l1.scheduler.active:
+                if not (self._copies or self._l1.scheduler.active or self._table.lent_bytes):
                     self._unmade.clear()  # L1 is too small for one page more, and nothing will change that
                 break
             del self._unmade[record]
@@ -647,6 +752,8 @@ class Pager:
         self._copier.wait_idle()  # a slot must not be touched once the slab is let go
         if not self._link.lose_connection(number):
             return
+        self._borrower.lost()
+        self._lender.went()
         log.warning("the cache node went away; going on with L1 alone")
         self._l1.hear(NodeWent(), now)
         for seq in list(self._loads.values()):
@@ -657,7 +764,7 @@ class Pager:
             self._l1.hear(LeasesOver(void), now)
 
 
-def _chain(chain: LoadChain) -> Chain:
+def _chain(chain: LoadChain, group: LayerGroup) -> Chain:
     needs = chain.needs
     recipe, window = needs.recipe, needs.window
     other = recipe.decayed or chain.lossy_format
@@ -673,6 +780,7 @@ def _chain(chain: LoadChain) -> Chain:
         window_tokens=window.tokens,
         window_sinks=window.sinks,
         any_variant=needs.any_variant,
+        spec_digest=group.specs[recipe.write].digest,
     )
 
 

@@ -138,11 +138,19 @@ class Hiding:
         return event
 
     def _add(self, event: Add) -> Add:
-        tenant, ids = event.tenancy.digest, np.array(event.spec.token_ids, np.int32)
-        made = self._digests.begin(event.number, tenant, ids)
-        tokens = tuple(np.frombuffer(made, np.int32).tolist())
-        spec = _nameless(event.spec, event.number, tokens)
+        spec, tenant = event.spec, event.tenancy.digest
+        begun = range(spec.sampling.n) if spec.is_resumed else range(1)
+        made = [self._begin(event.number + index, tenant, spec, index) for index in begun]
+        prompt = len(spec.token_ids)
+        resumed = tuple(tokens[prompt:] for tokens in made) if spec.is_resumed else ()
+        spec = _nameless(spec, event.number, made[0][:prompt], resumed)
         return msgspec.structs.replace(event, spec=spec, tenancy=_unsalted(event.tenancy), wall_s=0.0)
+
+    def _begin(self, number: int, tenant: bytes, spec: EngineRequest, index: int) -> tuple[int, ...]:
+        made = self._digests.begin(number, tenant, np.array(spec.token_ids + spec.given(index), np.int32))
+        if index in spec.ended:
+            self._digests.end(number)
+        return tuple(np.frombuffer(made, np.int32).tolist())
 
     # State
 
@@ -166,7 +174,7 @@ class Hiding:
             case PrefixIndex():
                 return {**state, "_leaves_of": None, "_on_leave": None}
             case PageTable():
-                return {**state, "left": []}
+                return {**state, "left": [], "touched": None}
             case Expected():
                 lengths = one._lengths.items()
                 hidden = OrderedDict(((_alike(name), *rest), counts) for (name, *rest), counts in lengths)
@@ -182,9 +190,14 @@ class Hiding:
                 self._pages[frame] = made[i * page_bytes : (i + 1) * page_bytes]
 
     def _request(self, request: Request) -> State:
-        made = self._digests.of(request.tenancy.digest, np.array(request.spec.token_ids, np.int32))
+        spec, tenant = request.spec, request.tenancy.digest
+        given = spec.resumed or ((),)
+        made = [self._digests.of(tenant, np.array(spec.token_ids + tokens, np.int32)) for tokens in given]
+        hidden = [tuple(np.frombuffer(each, np.int32).tolist()) for each in made]
+        prompt = len(spec.token_ids)
+        resumed = tuple(tokens[prompt:] for tokens in hidden) if spec.resumed else ()
         return {
-            "spec": _nameless(request.spec, request.number, tuple(np.frombuffer(made, np.int32).tolist())),
+            "spec": _nameless(spec, request.number, hidden[0][:prompt], resumed),
             "tenancy": _unsalted(request.tenancy),
             "lookups": {},
             "misses": [],
@@ -224,7 +237,9 @@ def hiding_machine(salt: bytes) -> Machine:
     return replace(WORKER, hide=hiding.event, hide_state=hiding.state)
 
 
-def _nameless(spec: EngineRequest, number: int, tokens: tuple[int, ...]) -> EngineRequest:
+def _nameless(
+    spec: EngineRequest, number: int, tokens: tuple[int, ...], resumed: tuple[tuple[int, ...], ...]
+) -> EngineRequest:
     """What L1 reads of a request; a number for its name."""
     sampling = SamplingParams(max_tokens=spec.sampling.max_tokens, n=spec.sampling.n)
     return EngineRequest(
@@ -238,6 +253,8 @@ def _nameless(spec: EngineRequest, number: int, tokens: tuple[int, ...]) -> Engi
         session_open=spec.session_open,
         expected_output_tokens=spec.expected_output_tokens,
         tool_stop_ids=(0,) if spec.tool_stop_ids else (),
+        resumed=resumed,
+        ended=spec.ended,
     )
 
 

@@ -26,8 +26,10 @@ from kvtier.kernels.ops import (
     make_plan,
 )
 from kvtier.tier import hbm
+from kvtier.tier.hbm import Arena
 from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS, PageFormat
 from kvtier.tier.recipe import Recipe
+from kvtier.workers.copier import Copies, FrameCopies, PageCopies
 from kvtier.workers.formats import (
     DTYPES,
     FORMAT_CODES,
@@ -39,6 +41,8 @@ from kvtier.workers.formats import (
     raw_format,
     unit_bytes_of,
 )
+from kvtier.workers.group_collective import Reduce, alone
+from kvtier.workers.group_share import WHOLE, Share, share_unit_bytes
 from kvtier.workers.model import Model, ModelShape, ModelStep, layer_groups, read_shape
 from kvtier.workers.model_files import resolve_model, weights_fingerprint
 from kvtier.workers.model_lean import LeanModel, LeanWeights, NativeModel, lean_refusal, load_rope
@@ -112,15 +116,26 @@ class ModelRunner(Protocol):
     eos_ids: tuple[int, ...]
     model_name: str
     dtype: str
-    arena: torch.Tensor  # uint8 [units, unit bytes]; frame f begins at unit f
+    device: torch.device
+    arena: (
+        torch.Tensor
+    )  # uint8 [units, unit bytes]; frame f begins at unit f. On the meta device: a shape, no bytes
+    share: hbm.ArenaShare | None  # what peers open the arena by; it serves one worker
     window: int  # of requests that don't set their own; 0: none
     sinks: int
     window_refusal: str  # why a request can't have a window of its own; "" when it may
+
+    @property
+    def error(self) -> str | None:
+        """Why it can run nothing any more; None while it can."""
 
     def root_fields(
         self, group: int = 0, window: int = 0, sinks: int = 0, lossy: bool = False
     ) -> dict[str, str]:
         """All that a group's pages depend on beside their tokens; `window` 0 means the model's own."""
+
+    def open_l1(self) -> tuple[FrameCopies, Copies]:
+        """What copies pages between frames, and between frames and the tiers below. It serves one worker."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K/V into their pages; logits of `logit_rows`, float32 [m, vocab]."""
@@ -156,23 +171,30 @@ def load_runner(
     l4_format: str = "",
     window: int = 0,
     sinks: int = 0,
+    share_arena: bool = False,
+    share: Share = WHOLE,
+    reduce: Reduce = alone,
 ) -> Runner:
     """Load the model of `path` and allocate its arena.
 
     `max_context` 0 means what the model's config says. `native` is "auto" (compiled kernels where a compiler is),
     "off", or "require". `cache_format` is a name of formats.CACHE_FORMATS; `recent_tokens` and `decay_sinks` belong to
     timedecay. `l4_format` names what L4 keeps instead ("": the same). `window` and `sinks` are those of requests that
-    say nothing. Raises ValueError or FileNotFoundError with the way out.
+    say nothing. With `share_arena` other workers on the node can open the arena, at the price of small pages on a CPU
+    (attention reads a tenth slower there, measured). With a `share` the runner is one rank's, of a group whose ranks sum
+    by `reduce` and load the same at the same time; `l1_bytes` are those of each rank. Raises ValueError or
+    FileNotFoundError with the way out.
     """
     cache = cache_dir or default_cache()
     folder = resolve_model(path, cache)
     shape = read_shape(folder)
+    share.check(shape)
     raw = raw_format(dtype)
     threads = max(1, threads)
     torch.set_num_threads(threads)
     invariant = _is_invariant(numerics, dtype, shape)
     positions = _context_limit(shape, max_context)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(share)
     recipe = choose_recipe(
         cache_format,
         raw=raw,
@@ -188,19 +210,26 @@ def load_runner(
             f" fp8, got {cache_format!r} and {l4_format!r}"
         )
     formats = [f for f in dict.fromkeys((recipe.write, recipe.decayed, l4)) if f is not None]
-    groups = layer_groups(shape, raw, page_tokens, formats)
+    whole = layer_groups(shape, raw, page_tokens, formats)
+    groups = layer_groups(share.of(shape), raw, page_tokens, formats)
     if device.type != "cpu" and page_tokens < MIN_QUANTIZED_PAGE_TOKENS:
         raise ValueError(
             f"on a GPU page_tokens must be at least {MIN_QUANTIZED_PAGE_TOKENS}, which fills a tile of its kernels,"
             f" got {page_tokens}"
         )
-    unit = unit_bytes_of(groups)
+    unit = unit_bytes_of(whole)
+    if share.ranks > 1:
+        unit = share_unit_bytes(groups, whole, unit)
     layouts = tuple(layout_of(group, DTYPES[dtype], unit, recipe.write) for group in groups)
-    arena = new_arena(l1_bytes, groups, unit, device)
+    arena, opened_by = new_arena(l1_bytes, groups, unit, device, share_arena)
     kernels = choose_kernels(device, cache, threads, native, invariant)
-    model = _load_model(folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device)
+    model = _load_model(
+        folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device, share, reduce
+    )
     _check_window(window, sinks, model, groups[0].window, page_tokens)
-    computed_by = f"{model.kind}, {kernels.name}" if invariant else model.kind
+    # Sums over ranks round otherwise than sums within one.
+    ranks = f", {share.ranks} ranks" if share.ranks > 1 else ""
+    computed_by = f"{model.kind}, {kernels.name}{ranks}" if invariant else model.kind
     if model.invariant:
         torch.set_num_threads(1)  # little is left to torch; its threads would be in our threads' way
     return Runner(
@@ -208,11 +237,13 @@ def load_runner(
         kernels=kernels,
         shape=shape,
         groups=groups,
+        whole_groups=whole,
         layouts=layouts,
         recipe=recipe,
         raw=raw,
         l4_format=l4,
         arena=arena,
+        share=opened_by,
         dtype=dtype,
         model_name=Path(path).stem if path.endswith(".gguf") else Path(path).name,
         max_context=positions,
@@ -223,6 +254,17 @@ def load_runner(
         window=window,
         sinks=sinks,
     )
+
+
+def _device(share: Share) -> torch.device:
+    """A GPU of its own for each rank, where there are as many."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if share.ranks == 1:
+        return torch.device("cuda")
+    device = torch.device("cuda", share.rank if torch.cuda.device_count() >= share.ranks else 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def eight_bit_format(device: torch.device) -> PageFormat:
@@ -279,6 +321,8 @@ def _load_model(
     forward: str,
     max_rows: int,
     device: torch.device,
+    share: Share,
+    reduce: Reduce,
 ) -> Model:
     if forward not in ("auto", "lean", "transformers"):
         raise ValueError(f"forward must be auto, lean or transformers, got {forward!r}")
@@ -286,13 +330,15 @@ def _load_model(
     if forward == "lean" and refusal:
         raise ValueError(f"forward: lean can't run this model: {refusal}; use auto or transformers")
     if shape.is_latent:
-        return LatentModel(folder, shape, groups, layouts[0], kernels, device)
+        return LatentModel(folder, shape, groups, layouts[0], kernels, device, share, reduce)
     if forward == "transformers" or refusal:
-        model = TransformersModel(folder, shape, groups, layouts, kernels, device)
+        model = TransformersModel(folder, shape, groups, layouts, kernels, device, share, reduce)
         model.verify()
         return model
-    weights = LeanWeights(folder, shape, layouts[0].dtype, device)
+    weights = LeanWeights(folder, shape, layouts[0].dtype, device, share)
     rope = load_rope(folder, shape)
+    if share.ranks > 1:  # compiled forwards know no other ranks
+        return LeanModel(share.of(shape), weights, rope, layouts[0], kernels, reduce)
     if isinstance(kernels, NativeKernels):
         refusal = llama_refusal(shape.hidden, shape.num_heads, layouts[0])
         if not refusal:
@@ -337,16 +383,23 @@ def _short(text: str) -> str:
 
 
 def new_arena(
-    l1_bytes: int, groups: tuple[LayerGroup, ...], unit_bytes: int, device: torch.device
-) -> torch.Tensor:
-    """uint8 [units, unit_bytes], touched. Raises ValueError when it would hold too few pages."""
+    l1_bytes: int,
+    groups: tuple[LayerGroup, ...],
+    unit_bytes: int,
+    device: torch.device,
+    is_shared: bool = False,
+) -> tuple[torch.Tensor, hbm.ArenaShare | None]:
+    """uint8 [units, unit_bytes], touched; what others open it by, if it is to be shared. Raises ValueError when it would hold too few pages."""
     largest = largest_page_bytes(groups)
     pages, needed = l1_bytes // largest, MIN_FRAMES * len(groups)
     if pages < needed:
         raise ValueError(
             f"L1 of {l1_bytes} bytes holds {pages} pages of {largest}; it needs at least {needed}"
         )
-    return hbm.new_arena(l1_bytes // unit_bytes, unit_bytes, device)
+    num_units = l1_bytes // unit_bytes
+    if is_shared:
+        return hbm.new_shared_arena(num_units, unit_bytes, device)
+    return hbm.new_arena(num_units, unit_bytes, device), None
 
 
 class Runner:
@@ -359,11 +412,13 @@ class Runner:
         kernels: Kernels,
         shape: ModelShape,
         groups: tuple[LayerGroup, ...],
+        whole_groups: tuple[LayerGroup, ...],
         layouts: tuple[KVLayout, ...],
         recipe: Recipe,
         raw: PageFormat,
         l4_format: PageFormat | None,
         arena: torch.Tensor,
+        share: hbm.ArenaShare | None = None,
         dtype: str,
         model_name: str,
         max_context: int,
@@ -376,6 +431,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.groups = groups
+        self.whole_groups = whole_groups  # of all ranks' heads: the pages of the tiers below
         self.recipe = recipe
         self.raw_format = raw
         self.l4_format = l4_format
@@ -386,6 +442,9 @@ class Runner:
         self.model_name = model_name
         self.dtype = dtype
         self.arena = arena
+        self.device = arena.device
+        self.error: str | None = None
+        self.share = share
         self.window = window
         self.sinks = sinks
         self.window_refusal = model.window_refusal
@@ -428,6 +487,11 @@ class Runner:
                 return self._run(batch)
             parts = [self._run(tile) for tile in fixed_tiles(batch, self._fixed_rows)]
             return _pick(parts, batch.logit_rows, self._fixed_rows)
+
+    def open_l1(self) -> tuple[Arena, PageCopies]:
+        """See ModelRunner."""
+        arena = Arena(self.arena)
+        return arena, PageCopies(arena)
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         plans = tuple(

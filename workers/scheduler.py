@@ -148,6 +148,7 @@ class Scheduler:
         step = Step()
         slots = _Slots(free_slots)
         self.table.frames.begin_step()
+        self.table.lent_wanted = False
         budget = self.max_batch_tokens - self._decode(step, slots, now)
         self._started = []
         if not step.demotions:
@@ -242,16 +243,20 @@ class Scheduler:
         """Take a sequence out, in whatever state it is; its pages go back. A load's lease is the caller's to end.
 
         What its request leaves behind tells the cache when to expect the next use. `kind` is seq.kind(reason) for one
-        who knows it.
+        who knows it. Nothing is learned of one that goes on at another worker.
         """
+        goes_on = reason is FinishReason.PREFILLED
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.expected.learn(seq.request.spec, seq.completion_tokens)
         if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
             self.waiting.remove(seq)
         else:
-            use = seq.use(seq.kind(reason) if kind is None else kind, self.table.page_tokens)
-            is_over = seq.is_last and seq.request.spec.use_cache
-            keys = seq.used_keys(use.pages, self.table.page_tokens) if is_over else []
+            page_tokens = self.table.page_tokens
+            use = seq.use(seq.kind(reason) if kind is None else kind, page_tokens)
+            if goes_on:
+                use = seq.use_so_far(page_tokens)
+            is_over = seq.is_last and seq.request.spec.use_cache and not goes_on
+            keys = seq.used_keys(use.pages, page_tokens) if is_over else []
             self._leave(seq, now, use)
             if keys:
                 self.table.policy.observe(keys, use, now)
@@ -261,6 +266,16 @@ class Scheduler:
     def unfinished(self) -> int:
         """Sequences queued or active."""
         return len(self.waiting) + len(self.active)
+
+    def needed_soon(self) -> Counter[int]:
+        """Pages, by size in units, that sequences may need beside those they hold: the active ones, and who comes next."""
+        missing: Counter[int] = Counter()
+        waiting = self.waiting[: self.max_sequences - len(self.active)]
+        for seq in (*self.active, *waiting):
+            self.table.add_missing(missing, seq, self._tokens_soon(seq), self.max_batch_tokens)
+            for group, need in enumerate(seq.request.tenancy.needs):
+                missing[self.table.size_of(group, need.recipe.write)] += 1
+        return missing
 
     def check(self) -> None:
         """Re-derive the page table's counts and this class's own; AssertionError where one differs."""
@@ -323,7 +338,7 @@ class Scheduler:
                 missing[self.table.size_of(group, need.recipe.write)] += 1
         if self.table.has_room(missing):
             return True
-        if self.active or self.table.limbo:
+        if self.active or self.table.limbo or self.table.wait_for_lent():
             return False
         step.broken_pins += self.table.break_pins(now)
         if not self._fits_alone(seq):
@@ -331,6 +346,8 @@ class Scheduler:
             self.table.release(seq, now)
             seq.load = None
             self.table.adopt(seq, now, limit=0)
+            if self.table.frames.lent and not self._fits_alone(seq):
+                return False  # a peer holds on to what is lent to it
             assert self._fits_alone(seq), f"sequence {seq.number} can never fit"
         return True
 
@@ -388,7 +405,7 @@ class Scheduler:
         """A page for the sequence's next token, preempting others where it must; False when it can't run now."""
         tokens = seq.computed + 1
         while self.table.grow(seq, tokens, now) < tokens:
-            if self.table.limbo or self.table.must_wait:
+            if self.table.limbo or self.table.must_wait or self.table.wait_for_lent():
                 return False  # a frame comes free, or can be moved, as soon as a copy ends or a step is over
             victim = self._victim(now)
             if victim is None:
@@ -544,7 +561,7 @@ def _tiers(load: Load, pages: int) -> list[TierName]:
             tier for group in range(len(load.chains)) if (tier := load.came.get((group, page))) is not None
         ]
         if came:
-            later = TierName.SSD if TierName.SSD in came else came[0]
+            later = max(came, key=[*TierName].index)
         elif any((group, page) in load.kept for group in range(len(load.chains))):
             later = TierName.HBM
         tiers.append(later)

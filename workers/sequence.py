@@ -159,7 +159,7 @@ class Request:
         self.accounted = 0  # tokens that have had keys and values once
         self.usage: Usage | None = None  # from the first token on
         self.sequences: list[Sequence] = []
-        self.unfinished = spec.sampling.n
+        self.unfinished = spec.sampling.n - len(spec.ended)
         self.preemptions = 0
         self.submitted_s = now
         self.submitted_wall_s = wall_now
@@ -172,7 +172,7 @@ class Request:
 
     def looked(self, tier: TierName, tokens: int) -> None:
         """Count a lookup of `tokens` prompt tokens in a tier, once per request and tier."""
-        self.lookups.setdefault(tier, min(tokens, self.prompt_tokens))
+        self.lookups.setdefault(tier, max(0, min(tokens, self.prompt_tokens)))
 
     def credit(self, start: int, end: int, tier: TierName) -> None:
         """Tokens [start, end) were found in `tier`; those that were accounted for before don't count again."""
@@ -482,10 +482,12 @@ class Sequence:
         self.index = index
         self.number = request.number + index  # order of arrival: lower is older
         self.state = SequenceState.WAITING
-        room = min(self.max_length, request.prompt_tokens + FIRST_TOKENS)
+        given = request.spec.given(index)  # elsewhere: they are computed with the prompt
+        self.length = request.prompt_tokens + len(given)
+        room = min(self.max_length, self.length + FIRST_TOKENS)
         self.tokens: TokenIds = np.empty(room, np.int32)
         self.tokens[: request.prompt_tokens] = request.spec.token_ids
-        self.length = request.prompt_tokens
+        self.tokens[request.prompt_tokens : self.length] = given
         self.computed = 0
         # The last token sampled is never computed, so it needs no place in a page.
         self.final_tokens = max(request.prompt_tokens, self.max_length - 1)
@@ -524,7 +526,7 @@ class Sequence:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Tokens sampled so far, those given elsewhere among them."""
         return self.length - self.request.prompt_tokens
 
     @property
@@ -534,6 +536,8 @@ class Sequence:
 
     def kind(self, reason: FinishReason) -> Kind:
         """What kind of end it comes to, over for this reason: its last tokens tell."""
+        if reason is FinishReason.PREFILLED:
+            return Kind.UNKNOWN
         if reason is not FinishReason.STOP:
             return Kind.OTHER
         return Kind.TOOL if self._has_called_a_tool() else Kind.TURN
@@ -561,7 +565,7 @@ class Sequence:
         return not set(self.request.spec.tool_stop_ids).isdisjoint(self.tokens[begin : self.length].tolist())
 
     def use_so_far(self, page_tokens: int) -> Use:
-        """What it leaves behind where it is preempted: it comes back, and of no kind of end."""
+        """What it leaves behind where it is preempted, or goes on elsewhere: that is no kind of end."""
         return replace(self.use(Kind.UNKNOWN, page_tokens), closed=False, open=True)
 
     @property

@@ -23,15 +23,14 @@ import numpy as np
 import torch
 
 from kvtier.tier.base import PageInfo
-from kvtier.tier.hbm import Arena
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.messages import Hello, NewRoot
-from kvtier.tier.page import TierName
+from kvtier.tier.page import PageKey, TierName
 from kvtier.tier.policies import make_policy
 from kvtier.tier.recorder import DEFAULT_BYTES, Recorder, RecordingStatus
 from kvtier.tier.recording import RecordingError
 from kvtier.tier.score import PolicySettings, ScoreWeights
-from kvtier.tier.stats import Snapshot
+from kvtier.tier.stats import Snapshot, TierCounters
 from kvtier.workers.accounts import Accounts
 from kvtier.workers.api import (
     EngineRequest,
@@ -44,9 +43,11 @@ from kvtier.workers.api import (
     WorkerStopped,
 )
 from kvtier.workers.arena_ops import ArenaOps
+from kvtier.workers.borrower import Borrower
 from kvtier.workers.copier import Copier, Job
 from kvtier.workers.costs import PrefillCosts
-from kvtier.workers.frames import PageRecord
+from kvtier.workers.frames import PageRecord, SaveState
+from kvtier.workers.handover import Handovers
 from kvtier.workers.inbox import Inbox
 from kvtier.workers.l1 import L1
 from kvtier.workers.l1_events import (
@@ -54,12 +55,14 @@ from kvtier.workers.l1_events import (
     Computed,
     Finish,
     Fork,
+    Leaving,
     Measured,
     Retenant,
     Sampled,
     Schedule,
     Siblings,
 )
+from kvtier.workers.lender import Lender
 from kvtier.workers.level1 import Level1, Outcomes
 from kvtier.workers.node_link import (
     Connected,
@@ -86,6 +89,8 @@ ADMIN_TIMEOUT_S = 60.0  # a step of a large prefill takes seconds, not minutes
 MARGIN_SHARE = (
     4  # of L1, at most, is saved ahead of need where pages are saved when they leave: two steps' prefill
 )
+L2_MARGIN_PARTS = 8  # one part in so many of L1 is chosen ahead of need, to go to peers
+MOST_BORROWED = 32  # of peers' frames in stock, for each size of page
 ADMIN_CALLS = 256  # waiting at once, cancellations included
 
 
@@ -100,6 +105,11 @@ class _Submitted:
 class _Cancelled:
     request_id: str
     is_stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _CancelledAll:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ class _Stop:
     deadline_s: float
 
 
-_Event = _Submitted | _Cancelled | _Copied | _Call | _Stop | LinkEvent
+_Event = _Submitted | _Cancelled | _CancelledAll | _Copied | _Call | _Stop | LinkEvent
 
 
 class DecodeWorker:
@@ -150,11 +160,18 @@ class DecodeWorker:
         write: Literal["through", "demote"] = "through",
         shares: Mapping[str, float] = MappingProxyType({}),
         preemption: ScoreWeights = PREEMPTION,
+        role: Literal["both", "prefill", "decode"] = "both",
+        l2_share: float = 0.0,
     ) -> None:
         """`policy` chooses what leaves L1, by default rvi; `shares` are the most of it that a tenant's pages may take, by
         its name; `preemption` has the weights of a running sequence's score. `write`: full pages are copied down at
-        once, or, with "demote", when they must leave.
+        once, or, with "demote", when they must leave. `role` is told to the gateway; any worker does what it is sent.
+        `l2_share` of L1 at most is lent to the node's other workers while it is idle; above 0 theirs is used, too.
         """
+        if l2_share and runner.share is None:
+            raise ValueError(
+                f"l2_share {l2_share} needs an arena that peers can open: load_runner(share_arena=True)"
+            )
         units, unit_bytes = runner.arena.shape
         specs = [spec for group in runner.groups for spec in group.specs.values()]
         self.worker_id = worker_id
@@ -164,6 +181,7 @@ class DecodeWorker:
         self._sink = sink
         self._max_waiting = max_waiting
         self._tokenizer_digest = tokenizer_digest
+        self._role: Literal["both", "prefill", "decode"] = role
         self._inbox: Inbox[_Event] = Inbox(max_waiting + ADMIN_CALLS)
         self._table = PageTable(
             units,
@@ -188,19 +206,31 @@ class DecodeWorker:
         if write == "demote":
             largest = max(spec.nbytes for spec in specs)
             self._table.margin_bytes = max(1, min(stock * largest, runner.arena.nbytes // MARGIN_SHARE))
+        elif l2_share:
+            self._table.margin_bytes = max(1, runner.arena.nbytes // L2_MARGIN_PARTS)
+        self._share = runner.share if l2_share else None
         hello = Hello(
             worker_id=worker_id,
             incarnation=uuid.uuid4().hex,
             payloads={spec.digest: spec.nbytes for spec in specs},
             raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
             root_fields=runner.root_fields(),
+            arena_bytes=0 if self._share is None else self._share.nbytes,
+            arena_handle=b"" if self._share is None else self._share.handle,
         )
-        on_gpu = runner.arena.device.type == "cuda"
-        self._link = NodeLink(socket_path, hello, stock, self._inbox.put, pin_slab=on_gpu)
+        frames, copies = runner.open_l1()
+        self._link = NodeLink(
+            socket_path,
+            hello,
+            stock,
+            self._inbox.put,
+            pin_slab=runner.device.type == "cuda",
+            share=self._share,
+            follow=copies.follow,
+        )
         self._roots = Roots(runner, tenants, lambda fields: self._link.send(NewRoot(fields)))
-        arena = Arena(runner.arena)
-        self._ops = ArenaOps(arena, runner)
-        self._copier = Copier(arena, copy_threads, lambda job: self._inbox.put(_Copied(job)))
+        self._ops = ArenaOps(frames, runner)
+        self._copier = Copier(copies, copy_threads, lambda job: self._inbox.put(_Copied(job)))
         self._pager = Pager(
             l1=self._l1,
             link=self._link,
@@ -210,12 +240,23 @@ class DecodeWorker:
             groups=runner.groups,
             l4_format=runner.l4_format,
             memory=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
+            lender=Lender(self._l1, self._link, l2_share),
+            borrower=Borrower(
+                self._table,
+                self._link,
+                {spec.digest: spec for spec in specs},
+                runner.device,
+                min(stock, MOST_BORROWED) if l2_share else 0,
+            ),
+            is_through=write == "through",
             always_load=always_load,
         )
         self._recorder: Recorder | None = None  # of the latest recording, over or not
+        self._on_holds: Callable[[list[PageKey], list[PageKey]], None] | None = None
         self._incarnation = hello.incarnation
         self._requests: dict[str, Request] = {}
-        self._accounts = Accounts(self._table, worker_id)
+        self._handovers = Handovers()
+        self._accounts = Accounts(self._table, worker_id, has_l2=l2_share > 0)
         self._level1 = Level1(
             worker_id=worker_id,
             roots=self._roots,
@@ -232,6 +273,7 @@ class DecodeWorker:
         self._stop_at_s: float | None = None
         self._error: str | None = None
         self._is_over = False
+        self._has_ended = threading.Event()  # the loop has, and its last outputs are sent
         self._waiting = 0  # requests queued, as of the last step
         # Filled anew at each step, so that a step allocates little.
         self._token_ids = np.zeros(max_batch_tokens, np.int32)
@@ -265,6 +307,10 @@ class DecodeWorker:
         """
         self._inbox.put(_Cancelled(request_id, is_stopped))
 
+    def cancel_all(self) -> None:
+        """End all requests that were submitted before: nobody reads what they give."""
+        self._inbox.put(_CancelledAll())
+
     def info(self) -> WorkerInfo:
         """What this worker serves."""
         return WorkerInfo(
@@ -280,16 +326,24 @@ class DecodeWorker:
             page_bytes=sum(group.specs[self._runner.recipe.write].nbytes for group in self._runner.groups),
             tokenizer_digest=self._tokenizer_digest,
             root_fields=self._runner.root_fields(),
+            role=self._role,
         )
 
     @property
     def error(self) -> str | None:
         """Why the worker is out of order; None while it is well."""
+        return self._error or self._runner.error
+
+    def wait_failed(self, close_s: float) -> str | None:
+        """Wait until the step loop has ended: why, if by an error, at most `close_s` after its last outputs are sent."""
+        self._has_ended.wait()
+        if self._error is not None:
+            self._thread.join(close_s)
         return self._error
 
     def is_healthy(self) -> bool:
         """The step loop runs."""
-        return self._thread.is_alive() and self._error is None
+        return self._thread.is_alive() and self.error is None
 
     @property
     def is_connected(self) -> bool:
@@ -302,7 +356,7 @@ class DecodeWorker:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Where a request's prompt was found, and why not all of it; None when it isn't remembered."""
-        return self._call(lambda: self._accounts.explanations.get(request_id))
+        return self._call(lambda: self._accounts.explanation(request_id))
 
     def pages(
         self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
@@ -331,6 +385,17 @@ class DecodeWorker:
     def verify(self, keys: list[bytes] | None = None) -> Outcomes:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
         return self._call(lambda: self._level1.verify(keys))
+
+    def holds(self) -> list[bytes]:
+        """Keys of all pages that L1 has."""
+        return self._call(lambda: [*self._table.keys()])
+
+    def follow_holds(self, on_holds: Callable[[list[PageKey], list[PageKey]], None] | None) -> None:
+        """From now on `on_holds` is told, once a step at most, which pages came to L1 and which left it, by their keys.
+
+        It is called on the step loop, and must neither block nor raise. None: nobody is told.
+        """
+        self._call(lambda: self._follow(on_holds))
 
     def record(self, path: str | Path, max_bytes: int = DEFAULT_BYTES) -> RecordingStatus:
         """Write all that L1 hears from now on into a new file, of at most `max_bytes`.
@@ -383,16 +448,21 @@ class DecodeWorker:
                 busy = self._step()
                 self._send_outputs()
                 self._pager.flush(time.monotonic())
+                self._tell_holds()
+                if self._handovers:
+                    self._end_handovers(time.monotonic())
         except Exception as error:
             log.exception("the step loop failed")
             self._error = f"{type(error).__name__}: {error}"
             self._fail_all()
         finally:
+            self._has_ended.set()
             self._close()
 
     def _patience_s(self) -> float | None:
         """How long the loop may sleep when no event comes."""
-        times = [t for t in (self._pager.next_deadline_s, self._stop_at_s) if t is not None]
+        deadlines = (self._pager.next_deadline_s, self._handovers.next_deadline_s, self._stop_at_s)
+        times = [t for t in deadlines if t is not None]
         return max(0.001, min(times) - time.monotonic()) if times else None
 
     def _is_finished(self) -> bool:
@@ -406,6 +476,8 @@ class DecodeWorker:
                 self._accept(event)
             case _Cancelled():
                 self._cancel(event)
+            case _CancelledAll():
+                self._cancel_all()
             case _Copied():
                 self._pager.on_copied(event.job, time.monotonic())
             case _Call():
@@ -439,7 +511,9 @@ class DecodeWorker:
             self._compute(step.rows, step.converted)
         elif step.converted:
             self._pager.save(step.converted, now)
-        elif not (step.ops or step.demotions or step.loads or self._pager.in_flight):
+        elif not (
+            step.ops or step.demotions or step.loads or self._pager.in_flight or self._table.lent_bytes
+        ):
             raise RuntimeError(f"{scheduler.unfinished} sequences, and none can go on")
         return bool(step.rows or step.ops or step.demotions)
 
@@ -520,7 +594,7 @@ class DecodeWorker:
     def _siblings(self, seq: Sequence, now: float) -> list[Sequence]:
         """The other sequences of a request whose prompt has just been computed; made now."""
         request = seq.request
-        if request.usage is not None or request.spec.sampling.n == 1:
+        if request.usage is not None or request.spec.sampling.n == 1 or request.spec.is_resumed:
             return []
         last = seq.number + request.spec.sampling.n - 1
         return self._l1.hear(Siblings(seq.number, last, self._longest(request.spec)), now)
@@ -572,11 +646,13 @@ class DecodeWorker:
                 logprobs=(logprobs,) if logprobs is not None else (),
                 finish_reason=reason,
                 usage=request.usage_of(seq.completion_tokens) if is_first or last else None,
-                timings=request.timings(now) if last else None,
+                timings=request.timings(now) if is_first or last else None,
             )
         )
         if reason is not None:
             self._retire(seq, reason, now)
+        elif request.spec.is_prefill_only:
+            self._hand_over(seq, now)
 
     def _send_outputs(self) -> None:
         if self._outputs:
@@ -587,33 +663,36 @@ class DecodeWorker:
 
     def _validate(self, spec: EngineRequest) -> None:
         spec.sampling.validate()
+        spec.validate_resumed()
         if not spec.token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
         if spec.tenant not in self._roots.tenants:
             raise ValueError(f"unknown tenant {spec.tenant!r}")
         vocab_size = self._runner.vocab_size
-        for token in (min(spec.token_ids), max(spec.token_ids)):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
+        for tokens in (spec.token_ids, *filter(None, spec.resumed)):
+            for token in (min(tokens), max(tokens)):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
         kind = self._kind(spec)
         length, longest = len(spec.token_ids), self._roots.longest(kind)
         if length >= longest:
             raise ValueError(f"prompt of {length} tokens leaves no room in the context of {longest}")
         answer = min(spec.sampling.max_tokens, longest - length)
+        if any(len(tokens) >= answer for index, tokens in enumerate(spec.resumed) if index not in spec.ended):
+            raise ValueError(
+                f"resumed leaves no room behind a prompt of {length} tokens in the context of {longest}"
+            )
         self._scheduler.check_fits(length, answer, self._roots.needs_of(kind))
-        if spec.request_id in self._requests:
+        if spec.request_id in self._requests or spec.request_id in self._handovers:
             raise ValueError(f"request {spec.request_id!r} is in flight already")
 
     def _accept(self, event: _Submitted) -> None:
         spec = event.spec
-        if self._stop_at_s is not None or spec.request_id in self._requests:
-            reason = (
-                "the worker is stopping" if self._stop_at_s is not None else "its id is in flight already"
-            )
-            for index in range(spec.sampling.n):
-                self._outputs.append(
-                    Output(spec.request_id, index, (), finish_reason=FinishReason.ERROR, error=reason)
-                )
+        if self._stop_at_s is not None:
+            self._outputs += _refused(spec, FinishReason.CANCELLED, "the worker is stopping")
+            return
+        if spec.request_id in self._requests or spec.request_id in self._handovers:
+            self._outputs += _refused(spec, FinishReason.ERROR, "its id is in flight already")
             return
         tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
         turn = self._turns.count(spec.session, spec.turn, closed=spec.session_closed)
@@ -645,15 +724,43 @@ class DecodeWorker:
 
     def _cancel(self, event: _Cancelled) -> None:
         request = self._requests.get(event.request_id)
+        reason = FinishReason.STOP if event.is_stopped else FinishReason.CANCELLED
+        now = time.monotonic()
         if request is not None:
-            reason = FinishReason.STOP if event.is_stopped else FinishReason.CANCELLED
-            self._end_request(request, reason, time.monotonic())
+            self._end_request(request, reason, now)
+        self._outputs += self._handovers.end(event.request_id, reason, now)
+
+    def _cancel_all(self) -> None:
+        now = time.monotonic()
+        for request in list(self._requests.values()):
+            self._end_request(request, FinishReason.CANCELLED, now)
+        self._outputs += self._handovers.end_all(FinishReason.CANCELLED, now)
+
+    def _hand_over(self, seq: Sequence, now: float) -> None:
+        """A sequence has given the one token that it was to give here: its last word comes when its pages are saved."""
+        _, keys = self._l1.hear(Leaving(seq.number, seq.kind(FinishReason.PREFILLED)), now)
+        self._handovers.begin(seq.request, seq.index, (key for chain in keys for key in chain), now)
+        self._retire(seq, FinishReason.PREFILLED, now)
+
+    def _end_handovers(self, now: float) -> None:
+        new = self._handovers.take_new()
+        if new:
+            self._pager.save_now([record for key in new for record in self._table.records_of(key)], now)
+        self._outputs += self._handovers.over(now, self._is_saved)
+        self._send_outputs()
+
+    def _is_saved(self, key: PageKey) -> bool:
+        """There is nothing to wait for: the page is below L1, or not to be saved from here any more."""
+        if not self._link.is_up:
+            return True
+        return all(record.save is SaveState.CLEAN for record in self._table.records_of(key))
 
     def _end_request(
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
     ) -> None:
         """End every sequence of the request that isn't over, those not made yet too."""
         over = {seq.index for seq in request.sequences if seq.state is SequenceState.FINISHED}
+        over.update(request.spec.ended)
         made = {seq.index: seq for seq in request.sequences}
         for index in range(request.spec.sampling.n):
             if index in over:
@@ -679,7 +786,8 @@ class DecodeWorker:
     def _retire(self, seq: Sequence, reason: FinishReason, now: float) -> None:
         """A sequence is over: its pages go back; cached ones stay cached."""
         kind = seq.kind(reason)
-        self._pager.finished(seq, kind, now)
+        if reason is not FinishReason.PREFILLED:  # else it isn't over, and will be elsewhere
+            self._pager.finished(seq, kind, now)
         self._pager.forget(seq)
         self._l1.hear(Finish(seq.number, reason, kind), now)
         request = seq.request
@@ -695,31 +803,29 @@ class DecodeWorker:
         if self._stop_at_s is None:
             self._stop_at_s = deadline_s
             for request in list(self._requests.values()):
-                self._end_request(request, FinishReason.CANCELLED, time.monotonic())
+                self._end_request(request, FinishReason.CANCELLED, time.monotonic(), "the worker is stopping")
+            self._outputs += self._handovers.end_all(FinishReason.PREFILLED, time.monotonic())
             self._send_outputs()
             self._pager.save_all(time.monotonic())
 
     def _fail_all(self) -> None:
         """The loop can't go on: nobody may wait for it."""
-        for request in list(self._requests.values()):
-            for index in range(request.spec.sampling.n):
-                self._outputs.append(
-                    Output(
-                        request.spec.request_id,
-                        index,
-                        (),
-                        finish_reason=FinishReason.ERROR,
-                        error=f"the worker failed: {self._error}",
-                    )
-                )
+        for request in self._requests.values():
+            self._outputs += _refused(
+                request.spec, FinishReason.CANCELLED, f"the worker failed: {self._error}"
+            )
         self._requests.clear()
+        self._outputs += self._handovers.end_all(FinishReason.PREFILLED, time.monotonic())
         self._send_outputs()
 
     def _close(self) -> None:
         """After this nobody waits for the loop: what comes too late is answered here."""
         self._is_over = True
         self._copier.close()
+        self._pager.close()
         self._link.close()
+        if self._share is not None:
+            self._share.close()
         if self._recorder is not None:
             self._recorder.close("the worker stopped" if self._error is None else "the worker failed")
         for event in self._inbox.take(0):
@@ -727,25 +833,16 @@ class DecodeWorker:
                 case _Call():
                     event.result.set_exception(WorkerStopped(self._error or "the worker has stopped"))
                 case _Submitted():
-                    for index in range(event.spec.sampling.n):
-                        self._outputs.append(
-                            Output(
-                                event.spec.request_id,
-                                index,
-                                (),
-                                finish_reason=FinishReason.ERROR,
-                                error="the worker has stopped",
-                            )
-                        )
+                    self._outputs += _refused(event.spec, FinishReason.CANCELLED, "the worker has stopped")
                 case Connected():
-                    event.client.close()
+                    event.close()
                 case _:
                     pass
         self._send_outputs()
 
     def _refuse_if_over(self) -> None:
-        if self._is_over or self._error is not None:
-            raise WorkerStopped(self._error or "the worker has stopped")
+        if self._is_over or self.error is not None:
+            raise WorkerStopped(self.error or "the worker has stopped")
 
     # Administration, on the step loop
 
@@ -774,10 +871,22 @@ class DecodeWorker:
             self._l1.tap(None)
         return self._recorder
 
+    def _follow(self, on_holds: Callable[[list[PageKey], list[PageKey]], None] | None) -> None:
+        self._on_holds = on_holds
+        self._table.touched = None if on_holds is None else {}
+
+    def _tell_holds(self) -> None:
+        if self._on_holds is not None and self._table.touched:
+            self._on_holds(*self._table.take_changes())
+
     def _snapshot(self) -> Snapshot:
         level1 = self._level1.counters()
         level1.add(self._accounts.tiers[TierName.HBM])
-        below = {tier: replace(self._accounts.tiers[tier]) for tier in (TierName.HOST, TierName.SSD)}
+        below: dict[TierName, TierCounters] = {
+            tier: replace(counters)
+            for tier, counters in self._accounts.tiers.items()
+            if tier is not TierName.HBM
+        }
         held, filled = self._table.fill(self._scheduler.active)
         totals = replace(
             self._accounts.totals,
@@ -797,7 +906,7 @@ class DecodeWorker:
         return outcomes
 
     def _is_idle(self) -> bool:
-        return not self._requests and self._pager.is_quiet
+        return not self._requests and not self._handovers and self._pager.is_quiet
 
     def _check(self) -> None:
         self._scheduler.check()
@@ -829,6 +938,12 @@ def _before_their_ends(seqs: list[Sequence], tokens: list[int | None]) -> tuple[
             left.append(seq)
             sampled.append(token)
     return left, sampled
+
+
+def _refused(spec: EngineRequest, reason: FinishReason, error: str) -> list[Output]:
+    """The last word on each sequence of a request that this worker does nothing more for."""
+    wanted = (index for index in range(spec.sampling.n) if index not in spec.ended)
+    return [Output(spec.request_id, index, (), finish_reason=reason, error=error) for index in wanted]
 
 
 def _answer(call: _Call) -> None:

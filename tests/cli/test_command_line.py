@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 import grpc
+import psutil
 import pytest
 
-from kvtier.cli import connection, main, watch
+from kvtier.cli import connection, doctor, main, watch
 from kvtier.cli.client import Chunk, Client, ClientError
 from kvtier.cli.common import out, settings
 from kvtier.cli.state import Deployment, StateFolder
 from kvtier.cli.supervisor import cannot_listen
+from kvtier.cluster.config import load_config
 from kvtier.workers.model_store import ModelError, resolve
 
 VERBS = [
@@ -128,11 +132,40 @@ class FakeClient:
                 "window": 1024,
                 "sinks": 4,
             },
+            "gateway_pid": 4,
+            "in_flight": 3,
+            "since": time.time() - 90,
+            "directory": {
+                "pid": 5,
+                "health": "unhealthy",
+                "detail": "it does not answer",
+                "since": time.time(),
+                "entries": 1234,
+                "holders": 2,
+            },
             "nodes": [
-                {"id": "node-0", "pid": 1, "health": "healthy", "detail": "", "notes": ["L4 was rebuilt"]}
+                {
+                    "id": "node-0",
+                    "pid": 1,
+                    "health": "healthy",
+                    "detail": "",
+                    "notes": ["L4 was rebuilt"],
+                    "host": "box",
+                    "since": time.time() - 3600,
+                    "exchange": "10.0.0.1:7000",
+                }
             ],
             "workers": [
-                {"id": "w0", "node": "node-0", "pid": 2, "role": "decode", "health": "dead", "detail": "gone"}
+                {
+                    "id": "w0",
+                    "node": "node-0",
+                    "pid": 2,
+                    "role": "decode",
+                    "health": "dead",
+                    "detail": "gone",
+                    "in_flight": 0,
+                    "since": time.time() - 5,
+                }
             ],
         }
 
@@ -145,7 +178,8 @@ class FakeClient:
             {"start": 32, "end": 40, "tier": "computed", "reason": "never_stored", "detail": "nobody had it"},
         ]
         told = {"request_id": request_id, "tenant": "default", "worker": "w0", "prompt_tokens": 40}
-        return {**told, "preemptions": 0, "usage": USAGE, "notes": notes}
+        moves = [{"worker": "w1", "tokens": 7, "reason": "w0 went down: its process ended"}]
+        return {**told, "preemptions": 0, "usage": USAGE, "notes": notes, "moves": moves}
 
     def pages_ls(self, **options: Any) -> list[dict[str, Any]]:
         self.asked = options
@@ -353,8 +387,10 @@ def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient)
         (["stats"], ["384.0 KiB", "1.0 MiB", "62.5 %", "1,234", "77", "int4c 1,200, fp8_e4m3 1"]),
         (["stats"], ["evicts by", "rvi, lru for now", "3,456", "2,345"]),
         (["status"], ["127.0.0.1:1", "node-0", "dead: gone", "L4 was rebuilt"]),
+        (["status"], ["box", "pages at 10.0.0.1:7000", "1h00m", "1m30s"]),
+        (["status"], ["knows 1,234 pages of 2 holders", "unhealthy: it does not answer"]),
         (["status"], ["stored as fp8_e4m3 to int4c", "window of 1,024 tokens and 4 sinks"]),
-        (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it"]),
+        (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it", "went on at w1"]),
         (["pages", "ls"], ["abababababababab", "360.0 KiB", "1m30s", "sealed, pinned"]),
         (["pages", "show", "abab"], ["ab" * 32, "368640"]),
         (["pages", "pin", "abab"], ["abababababababab", "node-0: ACCEPTED", "1 ACCEPTED"]),
@@ -511,7 +547,7 @@ def test_down_cleans_up_after_a_deployment_that_was_killed(
 ) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "state").mkdir()
-    StateFolder(tmp_path / "state").write(Deployment(pid=4242, created=0.0, ray_dir=str(tmp_path / "ray")))
+    StateFolder(tmp_path / "state").write(Deployment(pid=4242, started="", ray_dir=str(tmp_path / "ray")))
 
     code, _, err = run("down")
 
@@ -555,6 +591,27 @@ def test_doctor_checks_this_machine_and_says_what_fails(run: Any, client: FakeCl
 
     assert (code, err) == (1, "kvtier: 1 checks failed: memory\n")
     assert "smaller tiers" in out
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_doctor_counts_what_each_rank_of_each_raylet_takes(
+    monkeypatch: pytest.MonkeyPatch, has_gpus: bool
+) -> None:
+    """L1 is RAM only where no GPU computes."""
+    gib = 2**30
+    sizes = (f"tiers.{tier}.bytes={size}GiB" for tier, size in (("l1", 3), ("l3", 5), ("l4", 7)))
+    ranks = ("worker.count=2", "worker.tensor_parallel=2", "tiers.l2.share=0")
+    config = load_config(None, (*sizes, *ranks, "ray.raylets=2", "nodes.count=2"))
+    tiers = 2 * (5 + (0 if has_gpus else 2 * 2 * 3)) * gib + 2 * doctor._PROCESSES_BYTES
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpus)
+
+    for free, level in ((tiers - 1, "fail"), (1.3 * tiers, "ok")):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))  # noqa: B023
+        [memory] = doctor._memory(config)
+        assert memory.level == level
+    for free, level in ((14 * gib - 1, "warn"), (14 * gib + 1, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))  # noqa: B023
+        assert doctor._disk(config)[0].level == level
 
 
 def test_a_reader_that_leaves_early_sees_no_complaint(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def test_status_names_processes_that_live(up: Shell) -> None:
     assert re.fullmatch(r"127\.0\.0\.1:\d+", status["endpoint"])
     [node], [worker] = status["nodes"], status["workers"]
     assert psutil.pid_exists(node["pid"]) and psutil.pid_exists(worker["pid"])
-    assert (worker["node"], worker["role"], worker["health"]) == (node["id"], "decode", "healthy")
+    assert (worker["node"], worker["role"], worker["health"]) == (node["id"], "both", "healthy")
+    assert status["directory"] is None and node["exchange"] == ""  # nobody to share pages with
 
 
 def test_nothing_listens_on_an_outside_address(up: Shell) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
 from kvtier.cluster import leftovers
-from kvtier.cluster.leftovers import alive, descendants, end
+from kvtier.cluster.leftovers import alive, descendants, end, stamp_of
 
 HOLDER = """
 import sys, time
@@ -21,7 +21,7 @@ from pathlib import Path
 from kvtier.cli.state import Deployment, StateFolder
 folder = StateFolder(Path(sys.argv[1]))
 assert folder.claim()
-folder.write(Deployment(pid=1, created=0.0, endpoint="127.0.0.1:7"))
+folder.write(Deployment(pid=1, started="", endpoint="127.0.0.1:7"))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -83,7 +83,9 @@ def test_asking_whether_one_is_alive_never_makes_a_claim_fail(tmp_path: Path) ->
 
 def test_a_record_reads_back_as_written_and_only_for_its_owner(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
-    record = Deployment(pid=5, created=1.5, processes=[(7, 2.5)], config={"tenants": [{"salt": "secret"}]})
+    record = Deployment(
+        pid=5, started="boot/15", processes=[(7, "boot/25")], config={"tenants": [{"salt": "secret"}]}
+    )
 
     folder.write(record)
 
@@ -104,7 +106,7 @@ def test_what_a_dead_deployment_left_is_ended_and_removed(tmp_path: Path) -> Non
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     stamps = [stamp for stamp in descendants() if stamp[0] == left.pid]
 
-    said = clean_up_after(Deployment(pid=1, created=0.0, ray_dir=str(ray_dir), processes=stamps))
+    said = clean_up_after(Deployment(pid=1, started="", ray_dir=str(ray_dir), processes=stamps))
 
     assert said == "ended 1 of its processes, removed its Ray session"
     assert not psutil.pid_exists(left.pid)
@@ -124,11 +126,47 @@ def test_cleaning_up_waits_for_a_supervisor_that_lives_and_forgets_one_that_does
 
 
 def test_a_process_that_took_over_an_old_number_is_left_alone(tmp_path: Path) -> None:
-    created = psutil.Process().create_time()
+    pid, start = stamp_of(os.getpid())
+    boot, tick = start.split("/")
 
-    assert [process.pid for process in alive([(os.getpid(), created)])] == [os.getpid()]
-    assert alive([(os.getpid(), created - 3600)]) == []
-    assert end([(os.getpid(), created - 3600)]) == 0
+    assert [process.pid for process in alive([(pid, start)])] == [pid]
+    for other in (f"{boot}/{int(tick) - 1}", f"{boot[::-1]}/{tick}"):
+        assert alive([(pid, other)]) == []
+        assert end([(pid, other)]) == 0
+
+
+def test_a_clock_that_is_set_makes_no_process_look_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the clock on the wall moves the boot time, from which psutil makes the times of starts."""
+    before, told = stamp_of(os.getpid()), psutil.Process().create_time()
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3600)
+
+    assert psutil.Process().create_time() > told + 3000
+    assert stamp_of(os.getpid()) == before
+    assert [process.pid for process in alive([before])] == [os.getpid()]
+
+
+def test_a_process_whose_name_looks_like_a_stat_line_has_a_stamp() -> None:
+    code = "open('/proc/self/comm', 'w').write('a) R 1 (b) 2'); print('on', flush=True); input()"
+    odd = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert odd.stdout is not None and odd.stdin is not None
+    with odd, odd.stdout, odd.stdin:
+        assert odd.stdout.readline() == "on\n"
+        [started] = [stamp for stamp in descendants() if stamp[0] == odd.pid]
+        assert started == stamp_of(odd.pid)
+        assert stamp_of(os.getpid())[1] != started[1]
+        assert [process.pid for process in alive([started])] == [odd.pid]
+
+
+def test_a_process_that_is_gone_has_no_stamp() -> None:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+
+    with pytest.raises(psutil.NoSuchProcess):
+        stamp_of(done.pid)
+    assert alive([(done.pid, "")]) == []
 
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +177,7 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatc
     assert stubborn.stdout.readline() == "on\n"
 
     with stubborn.stdout:
-        ended = end([(stubborn.pid, psutil.Process(stubborn.pid).create_time())])
+        ended = end([stamp_of(stubborn.pid)])
 
     assert ended == 1
     assert not psutil.pid_exists(stubborn.pid)

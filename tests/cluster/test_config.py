@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import ray.autoscaler
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from kvtier.cluster.config import Config, ConfigError, load_config, parse_bytes
+from kvtier.cluster.config import Config, ConfigError, load_config
+from kvtier.cluster.config_nodes import WorkerConfig
+from kvtier.cluster.config_values import parse_bytes
 
-LOCAL = Path(__file__).resolve().parents[2] / "cluster" / "local.yaml"
+FOLDER = Path(__file__).resolve().parents[2] / "cluster"
+LOCAL = FOLDER / "local.yaml"
+OURS = ["local.yaml", "two-nodes.yaml", "h200.yaml"]  # of `kvtier up`
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
@@ -39,10 +46,89 @@ def test_local_yaml_names_every_key_there_is() -> None:
     assert keys_in(yaml.safe_load(LOCAL.read_text())) == keys_of(Config)
 
 
-def test_local_yaml_says_something_about_every_key() -> None:
-    for line in LOCAL.read_text().splitlines():
+@pytest.mark.parametrize("name", OURS)
+def test_a_config_says_something_about_every_key_it_sets(name: str) -> None:
+    for line in (FOLDER / name).read_text().splitlines():
         if ": " in line and not line.lstrip().startswith("#"):
             assert " # " in line, f"no comment: {line}"
+
+
+def test_every_file_beside_local_yaml_is_known_here() -> None:
+    assert {file.name for file in FOLDER.glob("*.yaml")} == {*OURS, "on-prem.yaml", "kuberay.yaml"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_config_that_comes_with_kvtier_is_taken(name: str) -> None:
+    load_config(FOLDER / name)
+
+
+def test_two_nodes_fit_a_small_laptop() -> None:
+    config = load_config(FOLDER / "two-nodes.yaml")
+    tiers, nodes = config.tiers, config.nodes.count
+
+    assert nodes == config.ray.raylets == 2
+    assert nodes * (config.worker.count * tiers.l1.bytes + tiers.l3.bytes) <= 2**30
+    assert nodes * config.worker.count * config.worker.threads <= 2
+
+
+def test_the_h200_config_uses_all_gpus_of_every_machine() -> None:
+    config = load_config(FOLDER / "h200.yaml")
+
+    assert config.worker.count * config.worker.tensor_parallel * float(config.worker.gpus) == 8
+    assert (config.page_tokens, config.nodes.count, config.ray.is_ours) == (64, 0, False)
+
+
+def test_one_machine_can_try_the_h200_config_alone() -> None:
+    """As its own comment says."""
+    assert load_config(FOLDER / "h200.yaml", ("ray.address=local", "nodes.count=1")).ray.is_ours
+
+
+def test_ray_would_take_the_launcher_file() -> None:
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    launcher = yaml.safe_load((FOLDER / "on-prem.yaml").read_text())
+
+    jsonschema.validate(launcher, schema)
+    starts = [*launcher["head_start_ray_commands"], *launcher["worker_start_ray_commands"]]
+    assert all("RAY_AUTH_MODE=token" in line for line in starts if "ray start" in line)
+
+
+def test_the_manifest_for_kubernetes_holds_a_config_for_as_many_nodes_as_it_starts(tmp_path: Path) -> None:
+    manifests = list(yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text()))
+    by_kind = {manifest["kind"]: manifest for manifest in manifests}
+    [(name, text)] = by_kind["ConfigMap"]["data"].items()
+    (tmp_path / name).write_text(text)
+    config = load_config(tmp_path / name)
+    cluster = by_kind["RayCluster"]["spec"]
+    [workers] = cluster["workerGroupSpecs"]
+    [head] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    [worker] = workers["template"]["spec"]["containers"]
+    gpus = int(worker["resources"]["limits"]["nvidia.com/gpu"])
+
+    assert config.nodes.count == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    assert config.worker.count * config.worker.tensor_parallel * float(config.worker.gpus) == gpus
+    assert f"kvtier up /etc/kvtier/{name}" in head["args"][0]
+    assert config.tiers.l4.path in [mount["mountPath"] for mount in worker["volumeMounts"]]
+    assert by_kind["Service"]["spec"]["ports"][0]["port"] == config.grpc.port
+    assert config.ray.address == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("on-prem.yaml", "`ray up "), ("kuberay.yaml", "`kubectl apply ")]
+)
+def test_a_file_for_another_program_is_refused_with_what_to_run_instead(name: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(FOLDER / name)
+
+    assert instead in str(caught.value) and name in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_file_of_two_documents_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("name: a\n---\nname: b\n")
+
+    with pytest.raises(ConfigError, match="one YAML document, got 2"):
+        load_config(file)
 
 
 def test_local_yaml_fits_a_small_laptop() -> None:
@@ -58,6 +144,10 @@ def test_an_override_reaches_a_nested_key_and_leaves_the_others() -> None:
     assert (config.tiers.l3.bytes, config.page_tokens, config.grpc.port) == (2**30, 32, 0)
     assert config.model.path == "/m"
     assert config.tiers.l1.bytes == load_config(LOCAL).tiers.l1.bytes
+
+
+def test_off_is_a_word_though_yaml_reads_a_truth_value() -> None:
+    assert load_config(None, ("transfer.same_host=off",)).transfer.same_host == "off"
 
 
 def test_overrides_can_set_lists_and_sections() -> None:
@@ -105,6 +195,26 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("model.window=8", ["model.window", "page's 16 tokens", "8"]),
         ("model.window=16777217", ["model.window", "16777216", "16777217"]),
         ("model.sinks=4", ["model", "sinks 4", "set model.window"]),
+        ("worker.count=65", ["worker.count", "65", "64"]),
+        ("worker.role=encode", ["worker.role", "both, prefill or decode", "'encode'"]),
+        ("worker.role=[]", ["worker.role", "[]"]),
+        ("worker.role=prefill", ["worker.role", "only prefill", "decode", "[prefill, decode]"]),
+        ("worker.role=[decode, decode]", ["worker.role", "only decode", "nobody would prefill"]),
+        ("worker.gpus=some", ["worker.gpus", "auto", "'some'"]),
+        ("worker.gpus=1.5", ["worker.gpus", "1.5", "from 0 to 1"]),
+        ("worker.tensor_parallel=0", ["worker.tensor_parallel", "0"]),
+        ("tiers.l2.share=1.5", ["tiers.l2.share", "1.5"]),
+        ("nodes.count=-1", ["nodes.count", "-1"]),
+        ("nodes.count=2", ["nodes.count 2", "ray.raylets 2", "ray.address HOST:PORT"]),
+        ("ray.raylets=0", ["ray.raylets", "0"]),
+        ("ray.address=here", ["ray.address", "local, auto or HOST:PORT", "'here'"]),
+        ("ray.address=10.0.0.1:99999", ["ray.address", "'10.0.0.1:99999'"]),
+        ("transfer.in_flight_bytes=64KiB", ["transfer.in_flight_bytes", "1048576", "65536"]),
+        ("transfer.streams=0", ["transfer.streams", "0"]),
+        ("transfer.deadline_ms=0", ["transfer.deadline_ms", "0"]),
+        ("transfer.port=70000", ["transfer.port", "70000", "65535"]),
+        ("transfer.same_host=never", ["transfer.same_host", "'never'", "off"]),
+        ("routing.policy=random", ["routing.policy", "'random'", "round_robin"]),
     ],
 )
 def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: str, named: list[str]) -> None:
@@ -132,6 +242,17 @@ def test_a_bad_value_is_refused_with_its_key_and_what_would_be_right(override: s
             ["l4.format int4c", "l4.bytes 0", "leave the format empty"],
         ),
         (("model.window=64", "model.sinks=65"), ["sinks", "at most the window (64 tokens)", "65"]),
+        (
+            ("ray.address=auto", "ray.raylets=2"),
+            ["ray.raylets 2", "ray.address auto", "leave ray.raylets at 1"],
+        ),
+        (("ray.raylets=2", "nodes.count=3"), ["nodes.count 3", "2", "ray.raylets 3"]),
+        (("ray.raylets=2", "transfer.port=5000"), ["transfer.port 5000", "2 nodes", "use 0"]),
+        (
+            ("worker.role=[prefill, decode]", "worker.count=1"),
+            ["[prefill, decode]", "1 worker", "worker.count 2"],
+        ),
+        (("worker.gpus=0.5", "worker.tensor_parallel=2"), ["tensor_parallel 2", "gpus 0.5"]),
     ],
 )
 def test_values_that_do_not_go_together_are_refused_with_both_and_the_way_out(
@@ -152,9 +273,14 @@ def test_values_that_do_not_go_together_are_refused_with_both_and_the_way_out(
         ("tiers.l4.format=fp8", "page_tokens=64"),
         ("page_tokens=4", "model.window=4", "model.sinks=4"),
         ("page_tokens=256", "cache.format=k8v4"),
+        ("worker.role=[prefill, decode]", "worker.count=2"),
+        ("worker.role=[prefill, decode]", "ray.raylets=2", "nodes.count=2"),
+        ("worker.gpus=0.5", "worker.count=2"),
+        ("ray.address=auto", "nodes.count=0", "worker.role=[prefill, decode, decode]"),
+        ('ray.address="[fd00::1]:6379"', "nodes.count=64", "transfer.port=5000"),
     ],
 )
-def test_formats_and_windows_that_go_together_are_taken(overrides: tuple[str, ...]) -> None:
+def test_values_that_go_together_are_taken(overrides: tuple[str, ...]) -> None:
     load_config(LOCAL, overrides)
 
 
@@ -205,3 +331,8 @@ def test_a_size_in_plain_bytes_is_itself(nbytes: int) -> None:
 def test_the_configuration_cannot_be_written_to() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().page_tokens = 32
+
+
+def test_roles_are_gone_through_again_and_again() -> None:
+    assert WorkerConfig().roles(3) == ("both", "both", "both")
+    assert WorkerConfig(role=("prefill", "decode")).roles(3) == ("prefill", "decode", "prefill")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import pytest
 from gateway_kit import EchoWorker, Served, counted, echo_info, page_info, serving
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from kvtier.cli.client import Client, ClientError, completion, connect
 from kvtier.cluster import gateway_cache
 from kvtier.cluster.gateway_cache import merged_outcome
-from kvtier.cluster.gateway_core import OwnerDown
+from kvtier.cluster.gateway_ports import OwnerDown
+from kvtier.cluster.gateway_requests import Refusal
 from kvtier.tier.base import Outcome
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.page import TierName
@@ -265,6 +267,20 @@ def test_a_tenant_that_the_configuration_lost_goes_by_its_digest(served: Served,
     assert (page["key"], page["owner"], page["tenant"]) == (B, "n0", digest)
     assert client.pages_clear(tenant=digest) == {"results": [], "counts": {"ACCEPTED": 1}}
     assert {page["key"] for page in client.pages_ls(tenant=tenant_digest("default").hex())} == {A, B}
+
+
+def test_explain_asks_the_others_where_a_worker_cannot_be_reached() -> None:
+    async def unreachable(*_: object) -> None:
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "w0 can't be reached now: try again")
+
+    with serving(workers=2) as served, connect(served.endpoint) as client:
+        completion(client.generate([1, 2], max_tokens=2, request_id="mine", worker="w1"))
+        served.workers[0].explain = unreachable  # type: ignore[assignment, method-assign]
+
+        assert client.explain("mine")["worker"] == "w1"
+        with pytest.raises(ClientError, match="w0 can't be reached now") as refused:
+            client.explain("nobody's")
+        assert refused.value.status == "UNAVAILABLE"
 
 
 def test_explain_tells_what_the_worker_remembers(client: Client) -> None:

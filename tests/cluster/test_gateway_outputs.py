@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import eventually
 
+from kvtier.cluster import gateway_outputs
 from kvtier.cluster.gateway_outputs import OutputReceiver
+from kvtier.workers.actor import Outbox
 from kvtier.workers.api import FinishReason, Output, Timings, TokenLogprobs, Usage
 from kvtier.workers.outputs import FrameReader, OutputSender, pack_frame
 
@@ -55,9 +58,22 @@ class Listening:
     def connect(self, worker_id: str, secret: bytes | None = None) -> OutputSender:
         return OutputSender.connect(self.address, secret or self.receiver.secret, worker_id)
 
-    def wait_complete(self, timeout_s: float) -> None:
-        waiting = asyncio.run_coroutine_threadsafe(self.receiver.wait_complete(timeout_s), self.loop)
-        waiting.result(10)
+    def stranger(self) -> socket.socket:
+        host, port = self.address.split(":")
+        return socket.create_connection((host, int(port)), timeout=10)
+
+    def wait_complete(self, timeout_s: float, worker_id: str | None = None) -> None:
+        waiting = self.receiver.wait_complete(timeout_s, worker_id)
+        asyncio.run_coroutine_threadsafe(waiting, self.loop).result(20)
+
+    def expect(self, worker_id: str) -> None:
+        self.call(self.receiver.expect, worker_id)
+
+    def call(self, function: Callable[..., None], *arguments: str) -> None:
+        async def run() -> None:
+            function(*arguments)
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(10)
@@ -129,6 +145,55 @@ def test_junk_is_cut_off_and_nobody_is_lost(listening: Listening, junk: bytes) -
     assert listening.lost == []
 
 
+def test_who_says_nothing_is_cut_off_and_who_said_hello_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_outputs, "HELLO_S", 0.1)
+    with closing(Listening()) as listening, listening.stranger() as stranger:
+        assert _is_closed(stranger)
+
+        sender = listening.connect("w0")
+        listening.wait_complete(10.0, "w0")
+        with listening.stranger() as later:
+            assert _is_closed(later)
+        sender.send([WHOLE])
+        assert eventually(lambda: len(listening.taken) == 1)
+        assert listening.lost == []
+        sender.close()
+
+
+def test_no_more_strangers_are_let_in_than_there_may_be(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_outputs, "MAX_STRANGERS", 2)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(listening.stranger()) for _ in range(2))
+        assert eventually(lambda: len(listening.receiver._connections) == 2)
+        assert _is_closed(stack.enter_context(listening.stranger()))
+        first.close()
+        assert eventually(lambda: len(listening.receiver._connections) == 1)
+
+        sender = listening.connect("w0")
+        listening.wait_complete(10.0, "w0")
+        sender.close()
+        second.close()
+
+
+def test_an_error_of_who_takes_outputs_is_not_taken_for_junk(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(worker_id: str, outputs: list[Output]) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatched = listening.receiver._on_outputs
+    listening.receiver._on_outputs = broken
+    sender = listening.connect("w0")
+    sender.send([WHOLE])
+
+    assert eventually(lambda: "a fault of ours" in caplog.text)
+    assert "is cut off" not in caplog.text
+    listening.receiver._on_outputs = monkeypatched
+    sender.close()
+
+
 def test_a_stranger_without_the_secret_and_a_second_of_the_same_name_are_cut_off(
     listening: Listening,
 ) -> None:
@@ -147,6 +212,79 @@ def test_a_stranger_without_the_secret_and_a_second_of_the_same_name_are_cut_off
     assert eventually(lambda: len(listening.taken) == 2)
     assert listening.lost == []
     first.close()
+
+
+def test_a_worker_that_comes_back_is_taken_once_it_is_expected(listening: Listening) -> None:
+    first = listening.connect("w0")
+    first.send([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 1)
+
+    listening.expect("w0")
+    second = listening.connect("w0")
+    listening.wait_complete(10.0, "w0")
+    second.send([WHOLE])
+
+    assert eventually(lambda: len(listening.taken) == 2)
+    assert _is_closed(first._socket)
+    assert listening.lost == [], "the old connection ends without a word"
+    assert listening.receiver.is_connected("w0")
+    second.close()
+    assert eventually(lambda: [worker_id for worker_id, _ in listening.lost] == ["w0"])
+    assert not listening.receiver.is_connected("w0")
+
+
+def test_a_worker_that_is_not_waited_for_does_not_hold_up_another(listening: Listening) -> None:
+    sender = listening.connect("w1")
+
+    listening.wait_complete(10.0, "w1")
+
+    with pytest.raises(TimeoutError, match="did not connect .*: w0$"):
+        listening.wait_complete(0.05, "w0")
+    sender.close()
+
+
+class Cancelling:
+    """A worker that only counts what is cancelled."""
+
+    def __init__(self) -> None:
+        self.all = 0
+        self.cancelled: list[str] = []
+
+    def cancel_all(self) -> None:
+        self.all += 1
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+def test_a_gateway_that_dies_takes_its_requests_along_though_nothing_is_sent(listening: Listening) -> None:
+    worker, outbox = Cancelling(), Outbox()
+    outbox.connect(worker, listening.connect("w0"))  # type: ignore[arg-type]
+    assert worker.all == 1, "what was asked for before is nobody's"
+    outbox([WHOLE])
+    assert eventually(lambda: len(listening.taken) == 1)
+
+    listening.call(listening.receiver.close)
+
+    assert eventually(lambda: worker.all == 2)
+    outbox([Output("late", 0, (1,)), Output("over", 0, (), finish_reason=FinishReason.STOP)])
+    assert worker.cancelled == ["late"]
+
+
+def test_a_new_gateway_ends_the_old_ones_connection_and_requests(listening: Listening) -> None:
+    worker, outbox = Cancelling(), Outbox()
+    old = listening.connect("w0")
+    outbox.connect(worker, old)  # type: ignore[arg-type]
+    listening.wait_complete(10.0, "w0")
+
+    outbox.connect(worker, listening.connect("w1"))  # type: ignore[arg-type]
+
+    assert worker.all == 2
+    assert eventually(lambda: [worker_id for worker_id, _ in listening.lost] == ["w0"])
+    outbox([WHOLE])
+    assert eventually(lambda: [worker_id for worker_id, _ in listening.taken] == ["w1"])
+    outbox.close()
+    assert worker.all == 2
 
 
 def test_sending_to_a_gateway_that_is_gone_raises() -> None:

@@ -7,33 +7,34 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import pytest
 import ray
 from gateway_kit import EchoWorker, echo_info, folder_digest, make_byte_tokenizer
-from waiting import eventually
+from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, completion, connect
 from kvtier.cluster.config import GrpcConfig, TenantConfig
 from kvtier.cluster.gateway import Gateway, GatewayActor, check_agreement
 from kvtier.cluster.gateway_server import GatewayError
+from kvtier.cluster.routing import Held
 from kvtier.proto import inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import EngineRequest, Output
 from kvtier.workers.model_text import Text
 from kvtier.workers.outputs import OutputSender
 
 TENANTS = (TenantConfig(name="default"),)
+Role = Literal["both", "prefill", "decode"]
 
 
 class EchoActor:
     """An echoing worker, or a node, as a Ray actor that sends its outputs as a real worker does."""
 
-    def __init__(self, worker_id: str, digest: str, *, is_endless: bool = False) -> None:
-        self._worker = EchoWorker(
-            replace(echo_info(worker_id, digest), pid=os.getpid()), is_manual=is_endless
-        )
+    def __init__(self, worker_id: str, digest: str, *, is_endless: bool = False, role: Role = "both") -> None:
+        info = replace(echo_info(worker_id, digest, role=role), pid=os.getpid())
+        self._worker = EchoWorker(info, is_manual=is_endless)
         self._sender: OutputSender | None = None
 
     async def info(self) -> Any:
@@ -52,6 +53,18 @@ class EchoActor:
         if self._worker.is_manual:
             self._worker.step()
 
+    async def step(self) -> None:
+        self._worker.step()
+
+    async def running(self) -> list[str]:
+        return list(self._worker.running)
+
+    async def submitted(self) -> list[EngineRequest]:
+        return self._worker.submitted
+
+    async def explain(self, request_id: str) -> Any:
+        return await self._worker.explain(request_id)
+
     async def cancel(self, request_id: str, is_stopped: bool) -> None:
         await self._worker.cancel(request_id, is_stopped)
 
@@ -63,6 +76,20 @@ class EchoActor:
 
     async def refuse(self) -> None:
         self._worker.max_waiting = 0
+
+
+class DirectoryActor:
+    """Says of every prompt that one node holds two pages of it."""
+
+    async def lookup(self, keys: bytes) -> list[Held]:
+        return [Held("n7", "", "L4", "peer:7", 2)] if len(keys) == 16 else []
+
+
+class ExchangeActor:
+    """A node's exchange that only says where it is."""
+
+    async def info(self) -> dict[str, Any]:
+        return {"node_id": "n0", "address": "host:9", "pid": os.getpid()}
 
 
 class NodeActor:
@@ -106,8 +133,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
-def _echo(worker_id: str, folder: Path, *, is_endless: bool = False) -> Any:
-    return ray.remote(num_cpus=0)(EchoActor).remote(worker_id, folder_digest(folder), is_endless=is_endless)
+def _echo(worker_id: str, folder: Path, *, is_endless: bool = False, role: Role = "both") -> Any:
+    digest = folder_digest(folder)
+    return ray.remote(num_cpus=0)(EchoActor).remote(worker_id, digest, is_endless=is_endless, role=role)
 
 
 def _node() -> Any:
@@ -127,8 +155,8 @@ def test_requests_cross_real_processes_and_a_killed_workers_fail_at_once(cluster
         status = client.status()
         assert (status["endpoint"], status["model"]["name"]) == (endpoint, "echo")
         assert [(w["id"], w["node"], w["role"]) for w in status["workers"]] == [
-            ("w0", "n0", "decode"),
-            ("w1", "n0", "decode"),
+            ("w0", "n0", "both"),
+            ("w1", "n0", "both"),
         ]
         pids = {part["pid"] for part in [*status["workers"], *status["nodes"]]}
         assert len(pids | {status["gateway_pid"], os.getpid()}) == 5
@@ -139,7 +167,7 @@ def test_requests_cross_real_processes_and_a_killed_workers_fail_at_once(cluster
             completion(client.generate("hello ", worker="w1"))
         assert refused.value.status == "RESOURCE_EXHAUSTED"
 
-        # A worker dies in the middle of a request, while no call to it is under way.
+        # A worker dies in the middle of a request, while no call to it is under way, and no other one takes it.
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
             inference_pb2.GenerateRequest(text="abc", worker="w0"), timeout=30
         )
@@ -149,6 +177,7 @@ def test_requests_cross_real_processes_and_a_killed_workers_fail_at_once(cluster
             next(call)
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "worker w0 went down" in failed.value.details()
+        assert "worker w1 did not take the request: 0 requests are waiting" in failed.value.details()
         assert [w["health"] for w in client.status()["workers"]] == ["dead", "healthy"]
         with pytest.raises(ClientError, match="worker w0 is down"):
             completion(client.generate("ab", worker="w0"))
@@ -161,6 +190,99 @@ def test_requests_cross_real_processes_and_a_killed_workers_fail_at_once(cluster
     ray.get(gateway.stop.remote(1.0), timeout=30)
     with pytest.raises(ClientError, match="nothing answers"):
         connect(endpoint)
+
+
+def test_a_killed_workers_request_goes_on_at_another_and_it_comes_back(cluster: None, folder: Path) -> None:
+    gateway = Gateway.remote(str(folder), "echo", GrpcConfig(port=0), TENANTS, 64)
+    doomed, other = _echo("w0", folder, is_endless=True), _echo("w1", folder)
+    endpoint = ray.get(gateway.start.remote([doomed, other], [_node()]), timeout=60)
+
+    with connect(endpoint) as client:
+        chunks = client.generate("abcd", max_tokens=9, worker="w0", request_id="r", timeout_s=60)
+        text = next(iter(chunks)).text
+        ray.get(doomed.step.remote())
+        ray.kill(doomed)
+        assert text + "".join(chunk.text for chunk in chunks) == "abcdabcda"
+        [move] = client.explain("r")["moves"]
+        assert (move["worker"], move["tokens"]) == ("w1", 2)
+        assert "w0 went down" in move["reason"]
+
+        # It is started anew: as another process of the same name.
+        again = _echo("w0", folder)
+        assert ray.get(gateway.attach_worker.remote(again), timeout=60) == "w0"
+        assert completion(client.generate("ab", max_tokens=4, worker="w0"))["text"] == "abab"
+        assert [w["health"] for w in client.status()["workers"]] == ["healthy", "healthy"]
+
+        # A stranger, with another tokenizer, is not taken.
+        with pytest.raises(GatewayError, match="worker w2 has tokenizer 0123"):
+            stranger = ray.remote(num_cpus=0)(EchoActor).remote("w2", "0123")
+            ray.get(gateway.attach_worker.remote(stranger), timeout=60)
+
+        # One more joins, and one leaves.
+        third = _echo("w2", folder)
+        assert ray.get(gateway.attach_worker.remote(third), timeout=60) == "w2"
+        assert ray.get(gateway.detach_worker.remote("w1"))
+        assert {w["id"] for w in client.status()["workers"]} == {"w0", "w2"}
+        assert completion(client.generate("ab", max_tokens=4, worker="w2"))["text"] == "abab"
+    ray.get(gateway.stop.remote(1.0), timeout=30)
+
+
+def test_a_new_gateway_takes_the_old_ones_port_and_workers(cluster: None, folder: Path) -> None:
+    first = Gateway.remote(str(folder), "echo", GrpcConfig(port=0), TENANTS, 64)
+    worker, dead, node = _echo("w0", folder), _echo("w1", folder), _node()
+    endpoint = ray.get(first.start.remote([worker, dead], [node]), timeout=60)
+    port = int(endpoint.rpartition(":")[2])
+    with grpc.insecure_channel(endpoint) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(
+            inference_pb2.GenerateRequest(text="abc", sampling=inference_pb2.Sampling(max_tokens=500)),
+            timeout=30,
+        )
+        next(call)
+        ray.kill(first)
+        with pytest.raises(grpc.RpcError) as failed:
+            list(call)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    ray.kill(dead)
+
+    second = Gateway.remote(str(folder), "echo", GrpcConfig(port=port), TENANTS, 64)
+    assert ray.get(second.start.remote([worker, dead], [node]), timeout=60) == endpoint
+
+    with connect(endpoint) as client:
+        assert completion(client.generate("ab", max_tokens=4))["text"] == "abab"
+        assert [w["id"] for w in client.status()["workers"]] == ["w0"]
+    ray.get(second.stop.remote(1.0), timeout=30)
+
+
+def test_hints_come_from_the_directory_and_from_where_a_prompt_was_prefilled(
+    cluster: None, folder: Path
+) -> None:
+    gateway = Gateway.remote(str(folder), "echo", GrpcConfig(port=0), TENANTS, 64)
+    workers = [_echo("p0", folder, role="prefill"), _echo("d0", folder, role="decode")]
+    directory = ray.remote(num_cpus=0)(DirectoryActor).remote()
+    exchange = ray.remote(num_cpus=0)(ExchangeActor).remote()
+    endpoint = ray.get(gateway.start.remote(workers, [_node()], directory, [exchange]), timeout=60)
+
+    assert ray.get(directory.lookup.remote(b""), timeout=60) == []
+
+    def pair() -> tuple[EngineRequest, EngineRequest]:
+        result = completion(client.generate("abcdefgh", max_tokens=9))
+        assert (result["text"], result["worker"]) == ("abcdefgha", "p0")
+        first, second = (ray.get(worker.submitted.remote())[-1] for worker in workers)
+        return first, second
+
+    with connect(endpoint) as client:
+        # On a busy machine the directory's answer may come too late, which costs a hint and no more.
+        first, second = until(
+            lambda: next((p for p in [pair()] if p[0].remotes), None), "a hint comes in time"
+        )
+        assert (first.remotes, first.is_prefill_only) == ((("n7", "peer:7", 2),), True)
+        # Both workers are of one node, which has the pages below L1: nobody else is asked for them.
+        assert (second.remotes, second.resumed) == ((), ((97,),))
+
+        ray.kill(directory)
+        for _ in range(5):
+            assert completion(client.generate("abcdefgh", max_tokens=2))["text"] == "ab"
+    ray.get(gateway.stop.remote(1.0), timeout=30)
 
 
 def test_a_tokenizer_that_differs_from_a_workers_is_a_loud_error(folder: Path) -> None:

@@ -8,8 +8,11 @@ import pytest
 from tiny_models import make_tiny_deepseek_v3, make_tiny_gemma3, make_tiny_llama
 
 from kvtier.cluster.config import Config, load_config
-from kvtier.cluster.launch import Launched, LaunchError, latent_refusal, stored_pages
+from kvtier.cluster.launch import Launched, LaunchError
+from kvtier.cluster.node import l4_folder
+from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
 from kvtier.tier.page import PageFormat, PageSpec
+from kvtier.tier.ssd_layout import LAYOUT_FILE
 
 
 def configured(*overrides: str) -> Config:
@@ -41,14 +44,13 @@ def nbytes(*formats: PageFormat) -> list[int]:
 def test_the_node_hears_of_every_page_size_and_of_what_l4_keeps(
     llama: Path, overrides: tuple[str, ...], formats: list[PageFormat], l4: set[str] | None
 ) -> None:
-    sizes, variants = stored_pages(llama, configured(*overrides))
+    stored = stored_pages(llama, configured(*overrides))
 
-    assert sizes == nbytes(*formats)
-    assert variants == l4
+    assert stored == StoredPages(nbytes(*formats), None if l4 is None else frozenset(l4))
 
 
 def test_every_layer_group_has_its_own_page_size(tmp_path: Path) -> None:
-    sizes, _ = stored_pages(make_tiny_gemma3(tmp_path), configured("cache.format=timedecay"))
+    sizes = stored_pages(make_tiny_gemma3(tmp_path), configured("cache.format=timedecay")).sizes
 
     assert len(sizes) >= 3
     assert sizes == sorted(set(sizes))
@@ -97,3 +99,15 @@ def test_formats_that_a_model_can_have_are_not_refused(llama: Path, tmp_path: Pa
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(llama: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         stored_pages(llama / "nowhere", configured())
+
+
+def test_each_node_keeps_its_pages_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert l4_folder(tmp_path, "node-0") == tmp_path / "node-0"
+    assert l4_folder(tmp_path, "node-1") == tmp_path / "node-1"
+
+
+def test_pages_of_a_time_without_such_folders_stay_those_of_the_first_node(tmp_path: Path) -> None:
+    (tmp_path / LAYOUT_FILE).write_text("")
+
+    assert l4_folder(tmp_path, "node-0") == tmp_path
+    assert l4_folder(tmp_path, "node-1") == tmp_path / "node-1"

@@ -28,9 +28,13 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
 def test_every_field_is_numbered_once_in_order_of_its_message(proto: Path) -> None:
     """Numbers in order show at a glance that none was reused; a removed one must be `reserved`."""
-    from kvtier.proto import cache_pb2, inference_pb2
+    from kvtier.proto import cache_pb2, inference_pb2, page_transfer_pb2
 
-    module = {"inference.proto": inference_pb2, "cache.proto": cache_pb2}[proto.name]
+    module = {
+        "inference.proto": inference_pb2,
+        "cache.proto": cache_pb2,
+        "page_transfer.proto": page_transfer_pb2,
+    }[proto.name]
 
     for message in module.DESCRIPTOR.message_types_by_name.values():
         numbers = [field.number for field in message.fields]

@@ -25,6 +25,7 @@ from cache_world import (
     chain_of,
     hello_of,
     key_of,
+    spec_of,
     stored_page,
     tenant_of,
 )
@@ -309,12 +310,12 @@ def test_two_requests_for_one_page_share_one_read() -> None:
     worker.messages.clear()
     world.finish_all()
     loaded = [
-        (m.request_id, p.page[1], p.from_ssd)
+        (m.request_id, p.page[1], p.came_from)
         for m in worker.messages
         if isinstance(m, Loaded)
         for p in m.pages
     ]
-    assert sorted(loaded) == [("r1", 0, True), ("r1", 1, True), ("r2", 0, True), ("r2", 1, True)]
+    assert sorted(loaded) == [("r1", 0, "L4"), ("r1", 1, "L4"), ("r2", 0, "L4"), ("r2", 1, "L4")]
 
 
 def test_a_page_stored_while_it_is_loaded_is_served_from_the_store() -> None:
@@ -895,6 +896,9 @@ PATHS = ["aaaa", "aaab", "aa", "abbbb", "b"]
 TENANTS = ["ada", "ada", "ada", "bob"]
 REQUESTS = ["r0", "r1"]
 NAMES = ["w0", "w0", "w1"]
+READERS = ["w0", "w0", "w1", "exchange:n1"]  # the last serves this node's pages to another
+EXCHANGES = ["exchange:n0", "exchange:n0", "exchange:n1"]
+PEER_REASONS = ["", "never_stored", "load_failed", "corrupt", "deadline", "what nobody knows"]
 READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missing", "io"]
 WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io"]
 TIERS = [None, TierName.HOST, TierName.SSD]
@@ -902,7 +906,21 @@ COSTS = [0.0, 0.0, 1e-7, 1e-5]
 POLICIES = [LRU, PolicySettings(draw=4, per_draw=2, ghosts=2.0)]
 WRITES: list[WriteMode] = ["through", "demote"]
 SHARES: list[dict[str, float]] = [{}, {"bob": 0.3}, {"ada": 0.5, "bob": 1.0}]
-FEW = Limits(writes=2, reads=2, verifies=1, gone=4, contents=2, contents_unsaved=2, roots=2, persist_every=3)
+FEW = Limits(
+    writes=2,
+    reads=2,
+    verifies=1,
+    gone=4,
+    contents=2,
+    contents_unsaved=2,
+    roots=2,
+    persist_every=3,
+    fetches=2,
+    fetches_per_peer=1,
+    fetch_pages=2,
+    fetch_queue=4,
+    peers=1,
+)
 
 
 # Two layer groups, the first of which decays: three slot sizes, no two of which share a segment well.
@@ -916,7 +934,7 @@ def lookup_of(how: int, tenant: str, path: str) -> list[Chain]:
     keys, second = chain_keys(tenant, path), chain_keys(tenant, path, 1)
     lossy = {"variant": FP8, "decayed": INT4C, "recent": NO_DECAY, "any_variant": True}
     return [
-        [chain_of(keys, variant=FP8)],
+        [chain_of(keys, variant=FP8, spec=spec_of((0, FP8)))],
         [chain_of(keys, **DECAY)],
         [chain_of(chain_keys(tenant, path, 2), other_keys=keys, **lossy)],
         [chain_of(keys, window=32, window_sinks=16, **DECAY)],
@@ -940,6 +958,8 @@ class Actors:
             if worker.ref.worker_id == name:
                 return worker
         self.incarnation += 1
+        if name.startswith("exchange:"):
+            return self.world.connect_exchange(name.removeprefix("exchange:"), str(self.incarnation))
         payloads = self.world.payloads
         if name == "w1":  # not all workers know all formats
             payloads = {kind: nbytes for kind, nbytes in payloads.items() if kind[1] != INT4C}
@@ -1012,11 +1032,24 @@ class Actors:
             self.world.say(worker, ReturnSlots([worker.grants.pop()]))
 
     def locate(
-        self, name: str, request: str, tenant: str, path: str, cost: float, how: int, held: int, cut: int
+        self,
+        name: str,
+        request: str,
+        tenant: str,
+        path: str,
+        cost: float,
+        how: int,
+        held: int,
+        cut: int,
+        hint: int = 0,
     ) -> None:
-        """Look up in the way `how`; two bits a page of `held` say what L1 has, `cut` where it is known to have all."""
+        """Look up in the way `how`; two bits a page of `held` say what L1 has, `cut` where it is known to have all.
+
+        Two other nodes are said to hold so many pages, `hint` and one less.
+        """
         is_plain = self.world.payloads is ONE_SIZE
-        chains = [chain_of(chain_keys(tenant, path))] if is_plain else lookup_of(how, tenant, path)
+        plain = chain_of(chain_keys(tenant, path), spec=spec_of((0, BF16)))
+        chains = [plain] if is_plain else lookup_of(how, tenant, path)
         first = cut % len(path)
         bits = bytes(held >> 2 * page & (3 if chains[0].decayed else 1) for page in range(len(path)))
         cut_chains = [
@@ -1038,7 +1071,19 @@ class Actors:
             first=first,
             chains=cut_chains,
             last_position=PAGE_TOKENS * len(path) - held % 2,
+            remotes=[("n1", hint - 1), ("n2", hint)] if hint else [],
         )
+
+    def answer(self, which: int, count: int, reason: str, is_wrong: bool, is_over: bool) -> None:
+        """The exchange goes on with one of its fetches: pages come, or don't."""
+        exchanges = [worker for worker in self.world.workers.values() if worker.fetches]
+        for exchange in exchanges:
+            number = [*exchange.fetches][which % len(exchange.fetches)]
+            if count and exchange.fetches[number][1]:
+                wrong = {"checksum": b"?"} if is_wrong else {}
+                self.world.arrive(exchange, number, count, **wrong)
+            else:
+                self.world.end_fetch(exchange, number, reason, which, is_over)
 
     def copy(self, name: str, request: str, which: int, corrupt: int) -> None:
         """Say Copied of the leased pages whose bit in `which` is set; the bit in `corrupt` calls it corrupt."""
@@ -1176,7 +1221,7 @@ class Life(RuleBasedStateMachine):
         self.actors.give_back(name)
 
     @rule(
-        name=names,
+        name=st.sampled_from(READERS),
         request=requests,
         tenant=tenants,
         path=paths,
@@ -1184,15 +1229,34 @@ class Life(RuleBasedStateMachine):
         how=st.integers(0, 4),
         held=st.just(0) | st.integers(0, 1023),
         cut=st.just(0) | few,
+        hint=st.just(0) | st.integers(1, 6),
     )
     def locates(self, **what: Any) -> None:
         self.actors.locate(**what)
 
-    @rule(name=names, request=requests, which=few_bits, corrupt=st.just(0) | few_bits)
+    @rule(name=st.sampled_from(EXCHANGES))
+    def exchange_comes(self, name: str) -> None:
+        self.actors.worker(name)
+
+    @rule(
+        which=st.integers(0, 3),
+        count=few,
+        reason=st.sampled_from(PEER_REASONS),
+        is_wrong=st.booleans(),
+        is_over=st.booleans(),
+    )
+    def peer_answers(self, **what: Any) -> None:
+        self.actors.answer(**what)
+
+    @rule(name=st.sampled_from(EXCHANGES))
+    def exchange_dies(self, name: str) -> None:
+        self.actors.die(name)
+
+    @rule(name=st.sampled_from(READERS), request=requests, which=few_bits, corrupt=st.just(0) | few_bits)
     def copies(self, **which: Any) -> None:
         self.actors.copy(**which)
 
-    @rule(name=names, request=requests, from_page=st.integers(0, 3))
+    @rule(name=st.sampled_from(READERS), request=requests, from_page=st.integers(0, 3))
     def releases(self, **which: Any) -> None:
         self.actors.release(**which)
 
@@ -1314,6 +1378,32 @@ def test_busy_lives_break_nothing(seed: int) -> None:
                 how=rng.randrange(5),
                 held=rng.choice([0, rng.randrange(1024)]),
                 cut=rng.choice([0, 0, 1, 2]),
+                hint=rng.choice([0, rng.randrange(6)]),
+            ),
+        ),
+        (
+            3,
+            lambda: actors.locate(
+                "exchange:n1", request(), whose(), chain(), 0.0, how=rng.randrange(5), held=0, cut=0
+            ),
+        ),
+        (3, lambda: actors.copy("exchange:n1", request(), bits(), bits() if rng.random() < 0.1 else 0)),
+        (
+            12,
+            lambda: actors.locate(
+                who(), request(), whose(), chain(), rng.choice([0.0, 1.0]), 0, rng.choice([0, 1, 4]), 0, 5
+            ),
+        ),
+        (4, lambda: actors.worker("exchange:n0")),
+        (1, lambda: actors.die(rng.choice(EXCHANGES))),
+        (
+            14,
+            lambda: actors.answer(
+                which(),
+                which() + 1 if rng.random() < 0.8 else 0,
+                rng.choice(PEER_REASONS),
+                rng.random() < 0.1,
+                rng.random() < 0.7,
             ),
         ),
         (12, lambda: actors.copy(who(), request(), bits(), bits() if rng.random() < 0.2 else 0)),

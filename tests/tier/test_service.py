@@ -24,7 +24,7 @@ from node_kit import (
 )
 
 from kvtier.tier.base import Outcome, Place
-from kvtier.tier.events import StoredBefore
+from kvtier.tier.events import HoldsChanged, StoredBefore
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.mover import load_roots, load_stored_before
 from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
@@ -54,8 +54,8 @@ def test_pages_sink_rise_and_outlive_a_restart(tmp_path: Path, store: str) -> No
         from_l4, missing = peer.fetch(0, 7)
         settle(service)
 
-        assert [page.from_ssd for page in in_l3] == [False] * 6
-        assert [page.from_ssd for page in from_l4] == [True] * 6
+        assert [page.came_from for page in in_l3] == ["L3"] * 6
+        assert [page.came_from for page in from_l4] == ["L4"] * 6
         assert missing is not None and (missing.page, missing.reason) == (6, "never_stored")
         counters = service.stats().tiers
         assert counters[TierName.SSD].demoted_pages == counters[TierName.HOST].promoted_pages == 6
@@ -65,7 +65,7 @@ def test_pages_sink_rise_and_outlive_a_restart(tmp_path: Path, store: str) -> No
         assert pages_in(service, TierName.SSD) == 6 and service.notes() == []
         peer = Peer(tmp_path)
         again, _ = peer.fetch(0, 6)
-        assert [page.from_ssd for page in again] == [True] * 6
+        assert [page.came_from for page in again] == ["L4"] * 6
         assert {outcome for _, outcome in service.verify()} == {Outcome.ACCEPTED}
         peer.close()
 
@@ -213,7 +213,7 @@ def test_bytes_changed_in_l3_are_dropped_and_the_copy_in_l4_serves(tmp_path: Pat
         peer.fetch(0, 3)  # the worker finds it and says so
         pages, _ = peer.fetch(0, 3)
 
-        assert [page.from_ssd for page in pages] == [False, True, False]
+        assert [page.came_from for page in pages] == ["L3", "L4", "L3"]
         assert service.stats().tiers[TierName.HOST].corrupt_pages == 1
         peer.client.slot(pages[2].grant)[HEADER_BYTES] ^= 1
         wait_until(service.idle)
@@ -356,7 +356,7 @@ def test_pinned_pages_stay_and_evict_says_so(tmp_path: Path) -> None:
         settle(service)
 
         assert service.evict(keys) == [(key, Outcome.REJECTED) for key in keys]
-        assert [page.from_ssd for page in peer.fetch(0, 2)[0]] == [False] * 2
+        assert [page.came_from for page in peer.fetch(0, 2)[0]] == ["L3"] * 2
         wait_until(service.idle)
         assert service.unpin([*keys, b"?" * 32]) == [
             *((key, Outcome.ACCEPTED) for key in keys),
@@ -448,10 +448,10 @@ def test_small_pages_sink_rise_and_outlive_a_restart_beside_large_ones(tmp_path:
         exact, missing = peer.fetch(0, 9)
         lossy, nothing = peer.fetch(0, 9, lossy=True)
 
-        assert [page.from_ssd for page in exact] == [True] * 4
+        assert [page.came_from for page in exact] == ["L4"] * 4
         assert missing is not None and missing.reason == "never_stored"
         assert [page.variant for page in lossy] == [VARIANT] * 4 + [SMALL_VARIANT] * 5 and nothing is None
-        assert [page.from_ssd for page in lossy] == [False] * 4 + [True] * 5
+        assert [page.came_from for page in lossy] == ["L3"] * 4 + ["L4"] * 5
         settle(service)
         peer.close()
 
@@ -614,3 +614,29 @@ def test_a_loop_that_fails_tells_its_callers_and_its_workers(
         assert "ZeroDivisionError" in service.notes()[-1]
         with pytest.raises(ServiceStopped, match="failed"):
             service.stats()
+
+
+def test_what_each_tier_has_is_told_as_it_changes_and_whole_when_asked(tmp_path: Path) -> None:
+    told: dict[TierName, set[bytes]] = {tier: set() for tier in TierName}
+
+    def on_holds(change: HoldsChanged) -> None:
+        told[change.tier] |= set(change.came)
+        told[change.tier] -= set(change.left)
+
+    with running(tmp_path, on_holds=on_holds) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 6)
+        peer.store(100, 2, variant=SMALL_VARIANT)  # made from others: of no use to other nodes
+        settle(service)
+        service.evict(keys[:2], TierName.HOST)
+
+        assert told[TierName.HOST] == set(keys[2:]) and told[TierName.SSD] == set(keys)
+        assert {tier: set(held) for tier, held in service.holds().items() if held} == {
+            tier: held for tier, held in told.items() if held
+        }
+        peer.close()
+
+    for held in told.values():
+        held.clear()
+    with running(tmp_path, on_holds=on_holds) as service:
+        assert set(service.holds()[TierName.SSD]) == set(keys) and not any(told.values())

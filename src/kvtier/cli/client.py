@@ -187,17 +187,19 @@ class Client:
             call.cancel()
 
     def status(self) -> dict[str, Any]:
-        """The object of `kvtier status --json`."""
+        """The object of `kvtier status --json`. Each "since" is a Unix time; "directory" is None where there is none."""
         reply = self._call(self._inference.Status, inference_pb2.StatusRequest())
         return {
             "endpoint": reply.endpoint,
             "version": reply.version,
             "gateway_pid": reply.gateway_pid,
             "in_flight": reply.in_flight,
+            "since": reply.since,
             "tenants": list(reply.tenants),
             "model": _plain(reply.model),
             "nodes": [_plain(node) for node in reply.nodes],
             "workers": [_plain(worker) for worker in reply.workers],
+            "directory": _plain(reply.directory) if reply.HasField("directory") else None,
         }
 
     def stats(self) -> dict[str, Any]:
@@ -212,11 +214,13 @@ class Client:
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """{"request_id", "tenant", "worker", "prompt_tokens", "preemptions", "usage", "notes": [{"start", "end",
-        "tier", "reason", "detail"}]}; usage is None before the first token."""
+        "tier", "reason", "detail"}], "moves": [{"worker", "tokens", "reason"}]}; usage is None before the first token,
+        moves says where the request went on elsewhere."""
         reply = self._call(self._cache.Explain, _message(cache_pb2.ExplainRequest, request_id=request_id))
         return _plain(reply) | {
             "usage": _usage(reply.usage) if reply.HasField("usage") else None,
             "notes": [_plain(note) for note in reply.notes],
+            "moves": [_plain(move) for move in reply.moves],
         }
 
     def lookup(self, prompt: Prompt, *, tenant: str = "") -> dict[str, Any]:

@@ -115,7 +115,10 @@ def _cuda(config: Config) -> list[Check]:
 
 
 def _memory(config: Config) -> list[Check]:
-    need = config.tiers.l1.bytes * config.worker.count + config.tiers.l3.bytes + _PROCESSES_BYTES
+    ranks = config.worker.count * config.worker.tensor_parallel
+    # Where GPUs compute, L1 lies in their memory.
+    l1_bytes = 0 if _computes_on_gpus(config) else config.tiers.l1.bytes * ranks
+    need = (l1_bytes + config.tiers.l3.bytes + _PROCESSES_BYTES) * config.ray.raylets
     have = psutil.virtual_memory().available
     found = f"{human_bytes(have)} free; tiers and processes take {human_bytes(need)}, weights come on top"
     if have < need:
@@ -127,16 +130,21 @@ def _memory(config: Config) -> list[Check]:
     return [Check("memory", "ok", found)]
 
 
+def _computes_on_gpus(config: Config) -> bool:
+    import torch
+
+    return config.worker.gpus != 0 and torch.cuda.is_available()
+
+
 def _disk(config: Config) -> list[Check]:
-    if config.tiers.l4.bytes == 0:
+    need = config.tiers.l4.bytes * config.ray.raylets
+    if need == 0:
         return [Check("disk", "ok", "L4 is off")]
     folder = _first_existing(Path(config.tiers.l4.path or default_cache()).expanduser().absolute())
     free = shutil.disk_usage(folder).free
-    found = f"{human_bytes(free)} free at {folder}, L4 takes up to {human_bytes(config.tiers.l4.bytes)}"
+    found = f"{human_bytes(free)} free at {folder}, L4 takes up to {human_bytes(need)}"
     way_out = "a smaller tiers.l4.bytes, or tiers.l4.path on a larger disk"
-    checks = [
-        Check("disk", "ok", found) if free > config.tiers.l4.bytes else Check("disk", "warn", found, way_out)
-    ]
+    checks = [Check("disk", "ok", found) if free > need else Check("disk", "warn", found, way_out)]
     return [*checks, _direct_io(folder)]
 
 

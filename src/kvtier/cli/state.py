@@ -25,7 +25,7 @@ class Deployment:
     """The record of one deployment."""
 
     pid: int
-    created: float  # when that process started
+    started: str  # of that process (leftovers.Stamp)
     phase: str = "starting"  # starting, ready, stopping
     step: str = ""  # what it is doing while starting or stopping
     endpoint: str = ""  # host:port, once ready
@@ -81,7 +81,7 @@ class StateFolder:
         """The record, of a live or a dead deployment; None when there is none."""
         try:
             fields = json.loads(self._record.read_text())
-            fields["processes"] = [(int(pid), float(created)) for pid, created in fields["processes"]]
+            fields["processes"] = [(int(pid), str(start)) for pid, start in fields["processes"]]
             return Deployment(**fields)
         except (OSError, ValueError, TypeError, KeyError):
             return None

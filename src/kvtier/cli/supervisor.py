@@ -13,12 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
-
 from kvtier.cli.common import CliError, state_dir
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
 from kvtier.cluster.environment import prepare
-from kvtier.cluster.leftovers import Stamp, descendants, end, remove
+from kvtier.cluster.leftovers import Stamp, descendants, end, remove, stamp_of
 from kvtier.kernels.cpu.build import BuildError, load_library
 from kvtier.workers.model_store import ModelError, default_cache, resolve
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.cluster.config import Config
     from kvtier.cluster.launch import Launched
 
-_WATCH_S = 1.0  # how often it looks whether all parts live
+_WATCH_S = 0.5  # how often it looks whether all parts live
 
 
 def cannot_listen(host: str, port: int) -> tuple[str, str] | None:
@@ -73,7 +71,7 @@ class Supervisor:
         self._folder = StateFolder(state_dir())
         self._record = Deployment(
             pid=os.getpid(),
-            created=psutil.Process().create_time(),
+            started=stamp_of(os.getpid())[1],
             model=config.model.name or config.model.path,
             config=config.model_dump(mode="json"),
             tls_ca=config.grpc.tls.cert if config.grpc.tls else "",
@@ -122,13 +120,11 @@ class Supervisor:
         except ModelError as error:
             raise CliError(str(error)) from error
         self._compile_kernels()
-        self._step("starting Ray")
+        self._step("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
         # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes.
         self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
         self._folder.write(self._record)
-        prepare(
-            os.environ, loopback=self._config.ray.address == "local"
-        )  # before Ray's import, which reads it
+        prepare(os.environ, is_ours=self._config.ray.is_ours)  # before Ray's import, which reads it
         from kvtier.cluster.launch import Launched, LaunchError
 
         try:
@@ -157,12 +153,14 @@ class Supervisor:
         assert self._launched is not None
         while not self._signals:
             select.select([self._woken], [], [], _WATCH_S)
-            for name in self._launched.came_back():
-                self._view.notice(f"{name} runs again")
-            for name in self._launched.died():
-                self._view.notice(f"{name} died")
-                if not self._launched.can_serve():
-                    raise CliError(self._with_logs(f"{name} died, so everything was stopped"))
+            lines = self._launched.look()
+            for line in lines:
+                self._view.notice(line)
+            if reason := self._launched.hopeless():
+                raise CliError(self._with_logs(f"{reason}, so everything was stopped"))
+            if lines:  # whoever cleans up after us must know the processes that are new
+                self._record.processes = list(self._started())
+                self._folder.write(self._record)
 
     def _stop(self) -> None:
         """Drain and end everything, whatever state it is in."""

@@ -54,11 +54,20 @@ def up(
         bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
     ] = False,
     overrides: SetOption = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|auto|local",
+            help="The Ray cluster to join, or local to start one here; default: the config's ray.address.",
+        ),
+    ] = "",
     notify_fd: Annotated[
         int | None, typer.Option(hidden=True, help="Where a detached supervisor reports.")
     ] = None,
 ) -> None:
-    """Start the service: Ray, cache node, workers and gateway. Ctrl-C stops it cleanly.
+    """Start the service: Ray, cache nodes, workers and gateway. Ctrl-C stops it cleanly.
+
+    A part that dies is started again. With several nodes, each gets a cache node, workers, and an exchange of pages.
 
     \b
     Examples:
@@ -66,11 +75,14 @@ def up(
       kvtier up --detach
       kvtier up cluster/local.yaml --set tiers.l3.bytes=2GiB --set grpc.port=0
       kvtier up --set model.path=/models/my-llama
+      kvtier up cluster/two-nodes.yaml
+      kvtier up cluster/h200.yaml --address 10.0.0.10:6379 --detach
     """
-    checked = settings(config, overrides or ())
+    overrides = [*(overrides or ()), *([f"ray.address={json.dumps(address)}"] if address else ())]
+    checked = settings(config, overrides)
     if detach:
         file = str((config or default_config()).absolute())
-        _detached([file, *(f"--set={override}" for override in overrides or ())])
+        _detached([file, *(f"--set={override}" for override in overrides)])
     elif notify_fd is not None:
         with os.fdopen(notify_fd, "w") as pipe:
             Supervisor(checked, _Pipe(pipe)).run()
@@ -105,7 +117,7 @@ def _stop_and_wait(folder: StateFolder, progress: Steps) -> None:
     os.kill(record.pid, signal.SIGTERM)
     step = "asking it to stop"
     deadline = time.monotonic() + _DOWN_WAIT_S
-    while folder.is_alive() or alive([(record.pid, record.created)]):
+    while folder.is_alive() or alive([(record.pid, record.started)]):
         now = folder.read()
         if now and now.phase == "stopping" and now.step:
             step = now.step

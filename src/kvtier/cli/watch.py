@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtier.cli.client import Client
-from kvtier.cli.common import human_bytes, human_count, out, print_json, share, table
+from kvtier.cli.common import human_bytes, human_count, human_seconds, out, print_json, share, table
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
 
 TIERS = ("L1", "L2", "L3", "L4", "remote")
@@ -28,12 +28,13 @@ def register(app: typer.Typer) -> None:
 
 
 def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOption = False) -> None:
-    """What is running: endpoint, model, nodes and workers.
+    """What is running: endpoint, model, nodes, workers and directory, and for how long each has been as it is.
 
     \b
     Examples:
       kvtier status
       kvtier status --json | jq -r .endpoint
+      kvtier status --json | jq '.workers[] | select(.health != "healthy")'
     """
     with connected(endpoint, tls) as client:
         now = client.status()
@@ -46,12 +47,33 @@ def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOpti
         f"tokens of context, pages of {model.get('page_tokens', 0)} tokens ({human_bytes(model.get('page_bytes', 0))})"
         f"{_attention(model)}"
     )
-    rows = [("node", node["id"], "", str(node["pid"]), "", _health(node)) for node in now["nodes"]]
-    rows += [("worker", w["id"], w["node"], str(w["pid"]), w["role"], _health(w)) for w in now["workers"]]
-    out.print(table(None, ("what", "id", "node", "pid", "role", "health"), rows, right=("pid",)))
+    columns = ("what", "id", "where", "pid", "does", "in flight", "health", "for")
+    out.print(table(None, columns, _parts(now), right=("pid", "in flight")))
     for node in now["nodes"]:
         for note in node.get("notes", ()):
             out.print(f"{node['id']}: {note}", style="yellow", soft_wrap=True, markup=False)
+
+
+def _parts(now: dict[str, Any]) -> list[tuple[str, ...]]:
+    gateway = {"pid": now["gateway_pid"], "health": "healthy", "since": now["since"]}  # it has just answered
+    rows = [_part("gateway", gateway, now["endpoint"], in_flight=str(now["in_flight"]))]
+    if directory := now["directory"]:
+        knows = f"knows {human_count(directory['entries'])} pages of {directory['holders']} holders"
+        rows.append(_part("directory", directory, "", knows))
+    for node in now["nodes"]:
+        rows.append(
+            _part("node", node, node["host"], f"pages at {node['exchange']}" if node["exchange"] else "")
+        )
+    for worker in now["workers"]:
+        rows.append(_part("worker", worker, worker["node"], worker["role"], str(worker["in_flight"])))
+    return rows
+
+
+def _part(
+    what: str, part: dict[str, Any], where: str, does: str = "", in_flight: str = ""
+) -> tuple[str, ...]:
+    lasted = human_seconds(max(0.0, time.time() - part["since"]))
+    return what, part.get("id", ""), where, str(part["pid"]), does, in_flight, _health(part), lasted
 
 
 def _attention(model: dict[str, Any]) -> str:
@@ -208,6 +230,8 @@ def explain(
         f"request {told['request_id']} of tenant {told['tenant']} on {told['worker']}: "
         f"{human_count(told['prompt_tokens'])} prompt tokens, preempted {told['preemptions']} times"
     )
+    for move in told["moves"]:
+        out.print(f"went on at {move['worker']} after {human_count(move['tokens'])} tokens: {move['reason']}")
     rows = [
         (f"{n['start']}-{n['end']}", human_count(n["end"] - n["start"]), n["tier"], n["reason"], n["detail"])
         for n in told["notes"]

@@ -1,0 +1,163 @@
+"""Makes the Ray actors of a deployment out of its configuration. Knows what each takes; starts and stops nothing else."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from kvtier.cluster.config import Config
+from kvtier.cluster.placement import Place, Placement, here
+from kvtier.cluster.policies import digest_shares, policy_settings, request_weights, tenant_shares
+from kvtier.cluster.scout import Ground
+from kvtier.cluster.stored import StoredPages
+
+ALWAYS = -1  # Ray's max_restarts: start it again as often as it dies
+
+
+class Actors:
+    """Every call makes one actor and returns its handle. Holds what must be the same each time a part is made anew."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Path,
+        stored: StoredPages,
+        placement: Placement,
+        grounds: dict[int, Ground],
+        sockets: Path,
+    ) -> None:
+        """`model` is this machine's folder of it; `sockets` a short folder, which is made where it isn't."""
+        self._config = config
+        self._model = model
+        self._stored = stored
+        self._placement = placement
+        self._grounds = grounds
+        self._sockets = sockets
+        self._secret = secrets.token_hex(32)  # by which this deployment's exchanges know each other
+        self._roles = config.worker.roles(len(grounds) * config.worker.count)
+
+    def node(self, place: Place) -> Any:
+        """A CacheNode."""
+        from kvtier.cluster.node import CacheNode
+
+        tiers, ground = self._config.tiers, self._grounds[place.number]
+        l4_path = tiers.l4.path or str(ground.cache / "l4" / self._config.name)
+        return CacheNode.options(max_restarts=ALWAYS, scheduling_strategy=self._placement.on(place)).remote(
+            node_id=place.node_id,
+            socket_path=self._socket(place),
+            payload_bytes=self._stored.sizes[-1],
+            l3_bytes=tiers.l3.bytes,
+            l4_path=str(Path(l4_path).expanduser().absolute()),
+            l4_bytes=tiers.l4.bytes,
+            l4_store=tiers.l4.store,
+            min_payload_bytes=self._stored.sizes[0],
+            l4_variants=self._stored.l4_variants,
+            policy=policy_settings(self._config),
+            write=tiers.write,
+            shares=digest_shares(self._config),
+            fetch_deadline_s=self._config.transfer.deadline_ms / 1e3,
+        )
+
+    def worker(self, place: Place, number: int) -> Any:
+        """A decode worker; `number` counts over the whole deployment. Ray doesn't start it again (see watch.Part)."""
+        from kvtier.workers.actor import DecodeWorkerActor
+
+        config, ground = self._config, self._grounds[place.number]
+        options: dict[str, Any] = {
+            "max_restarts": 0,
+            "scheduling_strategy": self._placement.on(place),
+            "num_gpus": self._placement.gpus_per_rank * config.worker.tensor_parallel,
+        }
+        if config.ray.is_ours:
+            # What its runtime_env sets is in our environment already; with one, Ray would start it a second later.
+            options["runtime_env"] = {}
+        return DecodeWorkerActor.options(**options).remote(
+            worker_id=f"worker-{number}",
+            node_id=place.node_id,
+            socket_path=self._socket(place),
+            model_path=str(ground.model),
+            tenants={tenant.name: tenant.salt for tenant in config.tenants},
+            dtype=config.model.dtype,
+            page_tokens=config.page_tokens,
+            l1_bytes=config.tiers.l1.bytes,
+            numerics=config.numerics,
+            forward=config.model.forward,
+            threads=self.worker_threads(place),
+            max_context=config.model.max_context,
+            max_batch_tokens=config.worker.max_batch_tokens,
+            max_sequences=config.worker.max_sequences,
+            max_waiting=config.worker.max_waiting,
+            load=config.cache.load,
+            load_deadline_ms=config.cache.load_deadline_ms,
+            epoch=config.cache.epoch,
+            cache_format=config.cache.format,
+            recent_tokens=config.cache.recent_tokens,
+            decay_sinks=config.cache.sink_tokens,
+            l4_format=config.tiers.l4.format,
+            window=config.model.window,
+            sinks=config.model.sinks,
+            policy=policy_settings(config),
+            write=config.tiers.write,
+            shares=tenant_shares(config),
+            preemption=request_weights(config),
+            role=self._roles[number],
+            tensor_parallel=config.worker.tensor_parallel,
+            l2_share=self._l2_share(),
+        )
+
+    def exchange(self, place: Place) -> Any:
+        """What gives a node's pages to others, and gets theirs."""
+        from kvtier.cluster.exchange import PageExchange
+
+        transfer = self._config.transfer
+        return PageExchange.options(
+            max_restarts=ALWAYS, scheduling_strategy=self._placement.on(place)
+        ).remote(
+            node_id=place.node_id,
+            socket_path=self._socket(place),
+            host=transfer.host or place.machine.address,
+            port=transfer.port,
+            secret=self._secret,
+            in_flight_bytes=transfer.in_flight_bytes,
+            deadline_s=transfer.deadline_ms / 1e3,
+            streams=transfer.streams,
+            same_host=transfer.same_host,
+        )
+
+    def directory(self) -> Any:
+        """The one directory, on this machine."""
+        from kvtier.cluster.directory import Directory
+
+        return Directory.options(max_restarts=ALWAYS, scheduling_strategy=here()).remote()
+
+    def gateway(self, port: int) -> Any:
+        """The one gateway, on this machine. Ray doesn't start it again (see watch.Part)."""
+        from kvtier.cluster.gateway import Gateway
+
+        config = self._config
+        return Gateway.options(max_restarts=0, scheduling_strategy=here()).remote(
+            str(self._model),
+            config.model.name or Path(config.model.path).name,
+            config.grpc.model_copy(update={"port": port}),
+            config.tenants,
+            config.worker.max_sequences + config.worker.max_waiting,
+            config.model.window,
+            config.model.sinks,
+            config.routing.policy,
+            len(self._roles),
+        )
+
+    def worker_threads(self, place: Place) -> int:
+        """Threads of each worker: as configured, else the physical cores of its machine, shared out."""
+        config = self._config
+        on_one_machine = config.worker.count * config.ray.raylets
+        return config.worker.threads or max(1, self._grounds[place.number].cores // on_one_machine)
+
+    def _l2_share(self) -> float:
+        """0 where there is no peer to lend to, and for ranks, whose frames hold parts of pages."""
+        worker = self._config.worker
+        return self._config.tiers.l2.share if worker.count > 1 and worker.tensor_parallel == 1 else 0.0
+
+    def _socket(self, place: Place) -> str:
+        return str(self._sockets / f"{place.node_id}.sock")

@@ -1,0 +1,41 @@
+"""What sections of the configuration are made of: their base, and sizes in bytes as people write them. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+class Section(BaseModel):
+    """Frozen, and without keys that nobody reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def parse_bytes(value: Any) -> Any:
+    """Sizes are integers in bytes, or text such as 512MiB or 2GB."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if not match:
+        raise ValueError(f"not a size in bytes (say 512MiB, 2GB or 1048576): {value!r}")
+    unit = (match.group(2) or "").upper().removesuffix("B")
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]

@@ -1,0 +1,362 @@
+"""Requests in flight, on their way from worker to worker: placed, submitted, moved, handed over, and let go.
+
+A request whose worker is lost goes on at another one, which computes its prompt and what it has given, as far as that
+isn't cached, and gives the same tokens from there on (EngineRequest.resumed). So does one whose worker only prefills.
+
+Everything here runs on one event loop, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+
+from kvtier.cluster.gateway_ports import DEAD, OwnerDown, WorkerPort, asked_health
+from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.gateway_streams import Attempt, Stream
+from kvtier.cluster.gateway_workers import Worker, Workers
+from kvtier.cluster.routing import Held, Policy
+from kvtier.proto import inference_pb2
+from kvtier.workers.api import EngineRequest, FinishReason, Output, QueueFull, WorkerInfo
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LAST_WORD_S = 10.0  # a worker that doesn't end a cancelled request in this time is not waited for
+MAX_MOVES = (
+    3  # of a request to another worker since its own was lost: more outlives more, but a bad one breaks more
+)
+REMEMBERED = 1024  # latest requests: where they were, for `explain`
+
+
+class Flights:
+    """Owned by the event loop it is used on. GatewayCore adds how requests come in.
+
+    At most `max_sequences` sequences per worker are in flight. A request id is taken until its call has ended and its
+    worker has said its last word on it, or isn't waited for any longer. At workers every attempt has a name that no
+    other one ever has, so what a worker says late is never taken for another request's.
+    """
+
+    def __init__(
+        self, workers: Iterable[tuple[WorkerInfo, WorkerPort]], max_sequences: int, policy: Policy
+    ) -> None:
+        there = [Worker(info, port) for info, port in workers]
+        if not there:
+            raise ValueError("a gateway needs at least one worker")
+        self.info = there[0].info
+        self.addresses: dict[str, str] = {}  # HOST:PORT of the exchange of each node that has one
+        self.health_changed = asyncio.Event()  # whether any worker is well may be another answer now
+        self._workers = Workers(max_sequences, self.info.page_bytes, policy)
+        for worker in there:
+            self._workers.put(worker)
+        self._streams: dict[str, Stream] = {}
+        self._nonce = secrets.token_hex(4)  # of this gateway: workers may know the names that others gave
+        self._attempts = 0
+        self._latest: OrderedDict[str, list[Attempt]] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = (
+            set()
+        )  # submissions and cancellations under way, a few per stream
+        self._submitting: dict[str, asyncio.Task[bool]] = {}  # by the name at the worker
+        self._unwanted: set[str] = set()  # of these, what nobody waits for any more
+
+    @property
+    def workers(self) -> Mapping[str, Worker]:
+        """Those there are, by id; those that are down too, as long as they may come back."""
+        return self._workers.by_id
+
+    @property
+    def is_healthy(self) -> bool:
+        """A worker is there to take requests."""
+        return self._workers.is_any_well
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose call or whose work has not ended."""
+        return len(self._streams)
+
+    async def settle(self) -> None:
+        """Until the cancellations under way are done, or as long as they may take."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_WORD_S)
+
+    async def worker_statuses(self) -> list[inference_pb2.WorkerStatus]:
+        """Workers as `kvtier status` shows them; asks each how it is."""
+        return list(await asyncio.gather(*map(self._worker_status, list(self._workers))))
+
+    async def _worker_status(self, worker: Worker) -> inference_pb2.WorkerStatus:
+        health, detail = (DEAD, worker.down) if worker.down is not None else await asked_health(worker.port)
+        if health == DEAD:
+            self.lose(worker, detail)
+        return inference_pb2.WorkerStatus(
+            id=worker.info.worker_id,
+            node=worker.info.node_id,
+            pid=worker.info.pid,
+            role=worker.info.role,
+            health=health,
+            detail=detail,
+            in_flight=len(worker.streams),
+            since=worker.condition.is_now(health, time.time()),
+        )
+
+    def attempts(self, request_id: str) -> list[Attempt]:
+        """Where the latest request of this id was, from worker to worker; none when it isn't remembered."""
+        return self._latest.get(request_id, [])
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._streams:
+            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, f"request {request_id!r} is in flight")
+
+    # ---- from worker to worker ---------------------------------------------------------------------------------
+
+    def _place(
+        self, stream: Stream, held: Iterable[Held], *, wanted: str = "", avoid: frozenset[str] = frozenset()
+    ) -> None:
+        """The stream begins, or goes on, at the best worker. Raises Refusal where there is none for it."""
+        picked = self._workers.pick(stream, self.info.page_tokens, held, wanted=wanted, avoid=avoid)
+        name = self._name_at_worker(stream)
+        self._workers.place(picked, name, stream)
+        request = replace(
+            stream.begin(picked.choice.worker_id, name),
+            is_prefill_only=picked.is_prefill_only,
+            remotes=picked.choice.remotes if stream.request.use_cache else (),
+        )
+        self._remember(stream)
+        submitting = self._submitting[name] = self._spawn(self._submit(stream, picked.worker, request))
+        submitting.add_done_callback(lambda task: self._submitted(stream, picked.worker, name, task))
+
+    def _name_at_worker(self, stream: Stream) -> str:
+        """What nothing else is ever called there. The client's id is what is before the last #."""
+        self._attempts += 1
+        return f"{stream.request.request_id}#{self._nonce}.{self._attempts}"
+
+    async def _submit(self, stream: Stream, worker: Worker, request: EngineRequest) -> bool:
+        """Whether the worker has taken it."""
+        try:
+            await worker.port.submit(request)
+            return True
+        except (OwnerDown, RuntimeError) as error:  # RuntimeError: its step loop has ended
+            self.lose(worker, str(error))
+        except (QueueFull, ValueError, Refusal) as error:
+            if worker.streams.get(request.request_id) is stream:
+                self._not_taken(stream, worker, error)
+        return False
+
+    def _submitted(self, stream: Stream, worker: Worker, name: str, task: asyncio.Task[bool]) -> None:
+        self._submitting.pop(name, None)
+        is_unwanted = name in self._unwanted
+        self._unwanted.discard(name)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            if is_unwanted and task.result():  # its cancellation gave up before the worker had heard of it
+                self._spawn(self._cancel_attempt(worker, name))
+            return
+        log.error("request %s could not be submitted", stream.request.request_id, exc_info=error)
+        if stream.attempts[-1].request_id == name:
+            self._end_at_worker(stream)
+            stream.fail(Refusal(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _not_taken(self, stream: Stream, worker: Worker, error: QueueFull | ValueError | Refusal) -> None:
+        """A worker refuses a request, or can't be reached. Where that is no fault of the request it goes elsewhere."""
+        if isinstance(error, Refusal):
+            self._spawn(
+                self._cancel_attempt(worker, stream.attempts[-1].request_id)
+            )  # it may have come through
+        elif len(stream.attempts) == 1:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            if isinstance(error, QueueFull):
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            self._end_at_worker(stream)
+            stream.fail(Refusal(code, str(error)))
+            return
+        self._move(stream, worker, f"did not take the request: {error}")
+
+    def _move(self, stream: Stream, worker: Worker, why: str) -> None:
+        """Its worker does nothing more for it: it goes on at another one, or fails saying `why`."""
+        self._end_at_worker(stream)
+        if stream.is_settled:
+            return
+        stream.leave(why)
+        stopped = _story(stream)
+        if stream.moves >= MAX_MOVES:
+            stopped += f"; the request had gone on at another worker {MAX_MOVES} times already"
+        elif not stream.can_move:
+            stopped += f"; the request has given too many tokens, {stream.given_tokens}, to go on elsewhere"
+        else:
+            stream.moves += 1
+            try:
+                self._place(stream, self._left_at(worker, stream), avoid=frozenset({worker.info.worker_id}))
+            except Refusal as refusal:
+                stopped += f"; {refusal.message}"
+            else:
+                log.warning(
+                    "request %s goes on at %s: %s", stream.request.request_id, stream.worker_id, stopped
+                )
+                return
+        stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, stopped))
+
+    def _hand_over(self, stream: Stream, worker: Worker) -> None:
+        """Its worker has prefilled it: it goes on at one that decodes."""
+        stream.leave("prefilled it")
+        try:
+            self._place(stream, self._left_at(worker, stream))
+        except Refusal as refusal:
+            what = f"{_story(stream)}; {refusal.message}"
+            stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, what))
+
+    def _left_at(self, worker: Worker, stream: Stream) -> list[Held]:
+        """What a worker leaves of a stream in the tiers of its node."""
+        if not stream.request.use_cache:
+            return []
+        node_id, tokens = worker.info.node_id, len(stream.request.token_ids)
+        if len(stream.sequences) == 1:
+            tokens += stream.given_tokens
+        pages = tokens // self.info.page_tokens
+        return [Held(node_id, "", "L3", self.addresses.get(node_id, ""), pages)]
+
+    def _remember(self, stream: Stream) -> None:
+        self._latest[stream.request.request_id] = stream.attempts
+        self._latest.move_to_end(stream.request.request_id)
+        if len(self._latest) > REMEMBERED:
+            self._latest.popitem(last=False)
+
+    # ---- the end of a stream -----------------------------------------------------------------------------------
+
+    def _let_go(self, stream: Stream) -> None:
+        stream.abandon()
+        if stream.is_over_at_worker:
+            del self._streams[stream.request.request_id]
+        else:
+            self._spawn(self._cancel(stream))
+
+    async def _cancel(self, stream: Stream) -> None:
+        """End a request that its client no longer wants, and forget it when its worker has."""
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._cancel_at_worker(stream)
+                await stream.wait_over()
+        except TimeoutError:
+            log.warning("worker %s did not end request %s", stream.worker_id, stream.request.request_id)
+        finally:
+            self._end_at_worker(stream)
+            del self._streams[stream.request.request_id]
+
+    async def _cancel_at_worker(self, stream: Stream) -> None:
+        worker = self._worker_of(stream)
+        if worker is None or worker.down is not None or stream.is_over_at_worker:
+            return
+        await self._cancel_attempt(worker, stream.attempts[-1].request_id, is_stopped=stream.is_complete)
+
+    async def _cancel_attempt(self, worker: Worker, request_id: str, *, is_stopped: bool = False) -> None:
+        submitting = self._submitting.get(request_id)
+        if submitting is not None:  # a cancel that overtakes its submit would cancel nothing
+            await asyncio.wait((submitting,))
+        if worker.down is not None:
+            return
+        try:
+            await worker.port.cancel(request_id, is_stopped)
+        except OwnerDown as error:
+            self.lose(worker, str(error))
+        except Refusal as refusal:
+            log.warning("request %s can't be cancelled: %s", request_id, refusal.message)
+
+    def _worker_of(self, stream: Stream) -> Worker | None:
+        """Where it is; None when that worker has been taken out, or has come back as another one."""
+        worker = self._workers.get(stream.worker_id)
+        is_there = worker is not None and stream.attempts[-1].request_id in worker.streams
+        return worker if is_there else None
+
+    def _end_at_worker(self, stream: Stream) -> None:
+        """The worker has, or is taken to have, said its last word: its room is free. Idempotent."""
+        worker, name = self._worker_of(stream), stream.attempts[-1].request_id
+        if name in self._submitting and not stream.is_over_at_worker:
+            self._unwanted.add(name)
+        stream.conclude()
+        if worker is not None:
+            worker.let_go(name)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- a worker's side ---------------------------------------------------------------------------------------
+
+    def on_outputs(self, worker_id: str, outputs: Iterable[Output]) -> None:
+        """What one step of a worker gave. Outputs of requests nobody knows any more are dropped."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        for output in outputs:
+            stream = worker.streams.get(output.request_id)
+            if stream is not None:
+                self._on_output(worker, stream, output)
+
+    def _on_output(self, worker: Worker, stream: Stream, output: Output) -> None:
+        reason = output.finish_reason
+        if reason is FinishReason.CANCELLED and not (stream.is_cancelling or stream.is_settled):
+            self._move(stream, worker, f"gave the request up: {output.error or 'it is stopping'}")
+            return
+        if output.token_ids and stream.queued_tokens:
+            worker.computed(stream)
+            if not stream.has_given:  # else what was computed is more than the prompt
+                self._workers.measure(output)
+        stream.take(output)
+        if reason is not None and stream.is_over_at_worker:
+            self._end_at_worker(stream)
+            if not stream.is_settled:  # some of its sequences were only prefilled
+                self._hand_over(stream, worker)
+        elif (stream.is_complete or stream.is_overfull) and not stream.is_cancelling:
+            stream.is_cancelling = True
+            self._spawn(self._cancel_at_worker(stream))
+
+    def attach(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """A worker is there, new or anew. What one of its id before was doing goes on elsewhere."""
+        before = self._workers.get(info.worker_id)
+        if before is not None:
+            self.lose(before, "it was started anew")
+        self._workers.put(Worker(info, port))
+        self.health_changed.set()
+
+    def detach(self, worker_id: str) -> bool:
+        """A worker is taken out; what it was doing goes on elsewhere. Whether it was there."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return False
+        self.lose(worker, "it was taken out")
+        self._workers.remove(worker_id)
+        return True
+
+    def lose_worker(self, worker_id: str, reason: str) -> None:
+        """The worker of this id is gone."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self.lose(worker, reason)
+
+    def lose(self, worker: Worker, reason: str) -> None:
+        """A worker is gone: its requests go on at others, or fail with UNAVAILABLE. Idempotent."""
+        if worker.down is not None:
+            return
+        worker.down = reason
+        worker.condition.is_now(DEAD, time.time())
+        log.error("worker %s is down: %s", worker.info.worker_id, reason)
+        self.health_changed.set()
+        for stream in list(worker.streams.values()):
+            self._move(stream, worker, f"went down: {reason}")
+
+
+def _story(stream: Stream) -> str:
+    """Which workers a request was at, and why it isn't any more."""
+    return "; ".join(
+        f"worker {attempt.worker_id} {attempt.left}" for attempt in stream.attempts if attempt.left
+    )

@@ -1,0 +1,62 @@
+"""What pages a model's workers will store, and whether it can have them as configured: looked up before anything starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.cluster.config import Config
+
+_LATENT_FORMATS = ("auto", "fp8", "")  # what pages of latents can be
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """The sizes of all pages, smallest first, and the formats that go to L4 (None: all)."""
+
+    sizes: list[int]
+    l4_variants: frozenset[str] | None
+
+
+def latent_refusal(model: Path, config: Config) -> str:
+    """Why a model that keeps latents can't have the configured formats; "" when it can, or keeps none.
+
+    Reads config.json alone, at once. What else is wrong with the model is found when it is loaded.
+    """
+    cache, l4 = config.cache.format, config.tiers.l4.format
+    try:
+        shape = json.loads((model / "config.json").read_text())
+        is_latent, name = bool(shape.get("kv_lora_rank")), (shape.get("architectures") or ["a model"])[0]
+    except (OSError, ValueError, AttributeError):
+        return ""
+    if not is_latent:
+        return ""
+    if cache not in _LATENT_FORMATS:
+        return f"cache.format {cache} can't be for {name}, which keeps latents: use auto or fp8"
+    if l4 not in _LATENT_FORMATS:
+        instead = "leave it empty" if cache == "fp8" else "use fp8, or leave it empty"
+        return f"tiers.l4.format {l4} can't be for {name}, which keeps latents: {instead}"
+    return ""
+
+
+def stored_pages(model: Path, config: Config) -> StoredPages:
+    """Raises ValueError or OSError for a model that can't be served."""
+    from kvtier.tier.page import PageFormat
+    from kvtier.workers.formats import choose_l4_format, choose_recipe, raw_format
+    from kvtier.workers.model import layer_groups, read_shape
+
+    raw = raw_format(config.model.dtype)
+    recipe = choose_recipe(
+        config.cache.format,
+        raw=raw,
+        eight_bit=PageFormat.FP8,  # workers may choose INT8, which is as large
+        page_tokens=config.page_tokens,
+        recent_tokens=config.cache.recent_tokens,
+        decay_sinks=config.cache.sink_tokens,
+    )
+    l4 = choose_l4_format(config.tiers.l4.format, config.page_tokens)
+    formats = [format for format in (recipe.write, recipe.decayed, l4) if format is not None]
+    groups = layer_groups(read_shape(model), raw, config.page_tokens, formats)
+    sizes = sorted({spec.nbytes for group in groups for spec in group.specs.values()})
+    return StoredPages(sizes, None if l4 is None else frozenset({l4.value}))

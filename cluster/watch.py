@@ -1,0 +1,228 @@
+"""Watches the processes of a deployment and does what `life.py` decides: makes parts anew, and tells them of each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from kvtier.cluster.leftovers import Stamp, alive, stamp_of
+from kvtier.cluster.life import Answered, Command, Kind, Life, Lost, Make, Member, Say, Tell, Told, Wire
+
+log = logging.getLogger(__name__)
+
+_ATTACH = {Kind.WORKER: "attach_worker", Kind.NODE: "attach_node", Kind.EXCHANGE: "attach_exchange"}
+
+
+@dataclass(slots=True)
+class Part:
+    """One actor: how to make it, and its process once it answers. `is_here`: on this machine.
+
+    Nodes, exchanges and the directory are started again by Ray. Workers are not: one that dies while it loads would
+    never be heard of, and a gateway must be told of all others.
+    """
+
+    member: Member
+    make: Callable[[], Any]
+    is_here: bool
+    handle: Any
+    process: Stamp | None = None
+    asked: Any = None  # the call that will tell its process
+    was_lost: bool = False  # when it was asked
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether Ray starts it again by itself."""
+        return self.member.kind not in (Kind.GATEWAY, Kind.WORKER)
+
+    @property
+    def is_alive(self) -> bool:
+        """As far as can be seen from here."""
+        return self.process is not None and (not self.is_here or bool(alive([self.process])))
+
+
+def made(member: Member, make: Callable[[], Any], *, is_here: bool) -> Part:
+    """A part, its actor just made."""
+    return Part(member, make, is_here, make())
+
+
+def who(actor: object) -> Stamp:
+    """Runs in an actor's process: which process that is."""
+    return stamp_of(os.getpid())
+
+
+def address_of(exchange: Any) -> str:
+    """Runs in an exchange's process: where others reach it."""
+    address: str = exchange.info()["address"]
+    return address
+
+
+def incarnation_of(process: Stamp) -> str:
+    pid, start = process
+    return f"{pid}@{start}"
+
+
+class Watch:
+    """Owned by the supervisor's main thread. Nothing here waits: what isn't answered yet is looked for the next time."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """The parts' processes are known and the gateway serves."""
+        self._parts = {part.name: part for part in parts}
+        self._life = Life([part.member for part in parts])
+        self._life.began({part.name: incarnation_of(part.process) for part in parts if part.process})
+        self._told: list[tuple[Tell, Any]] = []
+
+    def look(self, now: float) -> list[str]:
+        """See who has died and who is back, do what that takes, and return one line for each that people should know."""
+        said: list[str] = []
+        for event in [event for part in self._parts.values() for event in self._seen(part)]:
+            if isinstance(event, Lost):
+                self._withdraw(self._parts[event.part])
+            self._do(self._life.handle(event, now), said)
+        for told in self._answers():
+            self._do(self._life.handle(told, now), said)
+        self._do(self._life.due(now), said)
+        return said
+
+    def hopeless(self) -> str:
+        """Why nobody can be served any more; "" while that may change."""
+        return self._life.hopeless()
+
+    def _seen(self, part: Part) -> list[Answered | Lost]:
+        events: list[Answered | Lost] = []
+        if part.process and not part.is_alive:
+            part.process = None
+            events.append(Lost(part.name, "", is_over=not part.is_kept))
+        if part.asked is None:
+            part.was_lost = part.process is None
+            part.asked = part.handle.__ray_call__.remote(who)
+        elif ray.wait([part.asked], timeout=0)[0]:
+            events += self._answer(part)
+        return events
+
+    def _answer(self, part: Part) -> list[Answered | Lost]:
+        answer, part.asked = part.asked, None
+        try:
+            process: Stamp = ray.get(answer)
+        except ActorUnavailableError:
+            if part.is_alive and part.is_here:
+                return []
+            part.process = None
+            return [Lost(part.name, "", is_dead=False)]
+        except ActorDiedError as error:
+            # One that has just died may be said to be so for good, though Ray is starting it again.
+            is_over = part.was_lost or not part.is_kept
+            part.process = None
+            return [Lost(part.name, last_line(error) if is_over else "", is_over=is_over)]
+        except RayError as error:
+            log.warning("%s can't be asked: %s", part.name, last_line(error))
+            return []
+        if part.is_here and not alive([process]):
+            return []
+        part.process = process
+        return [Answered(part.name, incarnation_of(process))]
+
+    def _answers(self) -> list[Told]:
+        answered: list[Told] = []
+        waiting: list[tuple[Tell, Any]] = []
+        for tell, call in self._told:
+            if ray.wait([call], timeout=0)[0]:
+                answered.append(Told(tell, _failure(call)))
+            else:
+                waiting.append((tell, call))
+        self._told = waiting
+        return answered
+
+    def _do(self, commands: Sequence[Command], said: list[str]) -> None:
+        for command in commands:
+            match command:
+                case Say():
+                    said.append(command.text)
+                case Make():
+                    self._make(self._parts[command.part])
+                case Tell():
+                    self._told.append((command, self._tell(command)))
+
+    def _withdraw(self, lost: Part) -> None:
+        """Tell the gateway of an exchange that is lost; ATTACH follows when it is back, and is heard after this."""
+        if lost.member.kind is Kind.EXCHANGE:
+            for gateway in handles(self._parts.values(), Kind.GATEWAY):
+                gateway.detach_exchange.remote(lost.member.node)  # nothing hangs on the answer
+
+    def _make(self, part: Part) -> None:
+        with suppress(RayError):
+            ray.kill(part.handle, no_restart=True)
+        part.handle, part.process, part.asked = part.make(), None, None
+
+    def _tell(self, tell: Tell) -> Any:
+        handle = self._parts[tell.part].handle
+        match tell.wire:
+            case Wire.START:
+                living = {name for name, _ in tell.living}
+                return start_gateway([part for part in self._parts.values() if _may_be_told(part, living)])
+            case Wire.ATTACH:
+                [gateway] = handles(self._parts.values(), Kind.GATEWAY)
+                return getattr(gateway, _ATTACH[self._parts[tell.part].member.kind]).remote(handle)
+            case Wire.ANNOUNCE:
+                return handle.connect_directory.remote(self._directory(), self._exchange_address(tell.part))
+
+    def _directory(self) -> Any:
+        return next(iter(handles(self._parts.values(), Kind.DIRECTORY)), None)
+
+    def _exchange_address(self, name: str) -> Any:
+        """Of the exchange of a part's node, as the answer that will tell it; "" where there is none."""
+        node = self._parts[name].member.node
+        for part in self._parts.values():
+            if part.member.kind is Kind.EXCHANGE and part.member.node == node:
+                return part.handle.__ray_call__.remote(address_of)
+        return ""
+
+
+def handles(parts: Iterable[Part], kind: Kind) -> list[Any]:
+    """Of all parts of a kind."""
+    return [part.handle for part in parts if part.member.kind is kind]
+
+
+def start_gateway(parts: Sequence[Part]) -> Any:
+    """Have the gateway among these parts serve with all the others; the call that will tell where it listens."""
+    [gateway] = handles(parts, Kind.GATEWAY)
+    directory = next(iter(handles(parts, Kind.DIRECTORY)), None)
+    workers, nodes, exchanges = (handles(parts, kind) for kind in (Kind.WORKER, Kind.NODE, Kind.EXCHANGE))
+    return gateway.start.remote(workers, nodes, directory, exchanges)
+
+
+def _may_be_told(part: Part, living: Container[str]) -> bool:
+    return part.member.kind not in _ATTACH or part.name in living
+
+
+def _failure(call: Any) -> str:
+    try:
+        ray.get(call)
+    except RayTaskError as error:
+        return first_line(error.cause)
+    except RayActorError as error:
+        return last_line(error)
+    except RayError as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def last_line(error: object) -> str:
+    """Of a traceback in text: what was raised, without its class."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    head, separator, rest = line.partition(": ")
+    return rest if separator and head.endswith(("Error", "Exception")) and " " not in head else line

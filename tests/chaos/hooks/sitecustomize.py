@@ -1,0 +1,275 @@
+"""Runs first in every Python process of a deployment under test: faults that can't be made from outside, and questions.
+
+Python imports a module of this name at its start. `faults.json` in the folder KVTIER_CHAOS says which faults are on now;
+without that variable nothing here does anything. Every part of the deployment answers questions on a port of its own,
+which it writes down in that folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.machinery
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_real_time = time.time
+
+
+class Faults:
+    """What is on now, as the file says; read again when it has changed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seen = -1
+        self._now: dict[str, Any] = {}
+
+    def __call__(self, name: str) -> Any:
+        try:
+            changed = os.stat(self._file).st_mtime_ns
+            if changed != self._seen:
+                self._now, self._seen = json.loads(self._file.read_text()), changed
+        except FileNotFoundError:
+            return None
+        return self._now.get(name)
+
+
+def jump_clock(faults: Faults) -> None:
+    """The wall clock of a process is off by so many seconds; the monotonic one is as it is."""
+
+    def jumping() -> float:
+        return _real_time() + (faults("clock") or {}).get(str(os.getpid()), 0.0)
+
+    time.time = jumping
+
+
+# ---- after imports -----------------------------------------------------------------------------------------------
+
+
+class Instead:
+    """Stands for a module, with some of its functions replaced."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self._module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def full_disk(slab: Any, faults: Faults) -> None:
+    """Writes of pages to L4 fail with the errno named by the fault "disk"."""
+
+    def failing(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(*arguments: Any) -> Any:
+            if wrong := faults("disk"):
+                raise OSError(getattr(errno, wrong), os.strerror(getattr(errno, wrong)))
+            return real(*arguments)
+
+        return call
+
+    slab.os = Instead(os, **{name: failing(name) for name in ("pwrite", "pwritev", "posix_fallocate")})
+
+
+def lying_pages(sender: Any, faults: Faults) -> None:
+    """One page of each frame is not what it should be, in the way that the fault "lie" names."""
+    from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, page_checksum
+
+    real = sender.wire.pages_frame
+
+    def pages_frame(parts: Any) -> bytes:
+        lie = faults("lie")
+        if not lie or len(parts) % 2:
+            return bytes(real(parts))
+        parts = [bytes(part) for part in parts]
+        at = 2 * random.randrange(len(parts) // 2)
+        head, payload = parts[at], parts[at + 1]
+        if lie == "bit":
+            bit = random.randrange(8 * len(payload))
+            payload = (
+                payload[: bit // 8] + bytes([payload[bit // 8] ^ 1 << bit % 8]) + payload[bit // 8 + 1 :]
+            )
+        elif lie == "short":
+            payload = payload[: random.randrange(len(payload))]
+        else:
+            envelope = Envelope.unpack(head)
+            changed = {lie: os.urandom(len(getattr(envelope, lie)))}
+            envelope = replace(envelope, **changed)
+            whole = page_checksum(envelope.key, envelope.variant, envelope.spec_digest, payload)
+            head = replace(envelope, checksum=whole).pack() + head[PACKED_ENVELOPE_BYTES:]
+        parts[at : at + 2] = [head, payload]
+        return bytes(real(parts))
+
+    sender.wire = Instead(sender.wire, pages_frame=pages_frame)
+
+
+def proxied(server: Any, faults: Faults) -> None:
+    """Others reach an exchange through a proxy only, which does to its bytes what the fault "wire" says of the node."""
+    start = server.ExchangeServer.start
+
+    def started(self: Any, host: str, port: int) -> int:
+        exchange = sys._getframe(1).f_locals["self"]
+        node_id = exchange._node_id
+        target = host.strip("[]"), int(start(self, host, port))
+        answering(exchange, "exchange", node_id)
+        return Proxy(target, lambda: (faults("wire") or {}).get(node_id, "")).port
+
+    server.ExchangeServer.start = started
+
+
+def questions(kind: str, class_name: str, method: str, name: str = "") -> Any:
+    """Who calls this method of an object answers from then on; its own class is Ray's copy, which can't be changed here.
+
+    `name` is the attribute of the object that names it.
+    """
+
+    def after(module: Any, faults: Faults) -> None:
+        cls = getattr(module, class_name)
+        real = getattr(cls, method)
+
+        def called(self: Any, *arguments: Any, **named: Any) -> Any:
+            result = real(self, *arguments, **named)
+            answering(sys._getframe(1).f_locals["self"], kind, getattr(self, name) if name else "")
+            return result
+
+        setattr(cls, method, called)
+
+    return after
+
+
+AFTER = {
+    "kvtier.tier.slab": full_disk,
+    "kvtier.cluster.exchange_sender": lying_pages,
+    "kvtier.cluster.exchange_server": proxied,
+    "kvtier.tier.service": questions("node", "CacheService", "start", "node_id"),
+    "kvtier.cluster.directory_core": questions("directory", "DirectoryCore", "__init__"),
+    "kvtier.workers.worker": questions("worker", "DecodeWorker", "start", "worker_id"),
+}
+
+
+class AfterImport:
+    """Finds the modules of AFTER as usual, and changes each once it is executed."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in AFTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: Any) -> None:
+            execute(module)
+            AFTER[name](module, self._faults)
+
+        spec.loader.exec_module = execute_and_change
+        return spec
+
+
+# ---- questions ---------------------------------------------------------------------------------------------------
+
+
+def answering(part: Any, kind: str, name: str) -> None:
+    """Answer calls of the part's methods that take nothing, a line of JSON each, until the process ends."""
+    server = socket.create_server(("127.0.0.1", 0))
+    said = {"kind": kind, "name": name, "pid": os.getpid(), "port": server.getsockname()[1]}
+    file = Path(os.environ["KVTIER_CHAOS"]) / f"part-{os.getpid()}.json"
+    file.with_suffix(".new").write_text(json.dumps(said))
+    file.with_suffix(".new").rename(file)
+
+    def serve() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rw") as lines:
+                try:
+                    print(
+                        json.dumps(answer(part, lines.readline().strip()), default=plain),
+                        file=lines,
+                        flush=True,
+                    )
+                except OSError:
+                    pass  # who asked is gone
+
+    threading.Thread(target=serve, name="chaos-questions", daemon=True).start()
+
+
+def answer(part: Any, method: str) -> dict[str, Any]:
+    try:
+        return {"result": getattr(part, method)()}
+    except (AssertionError, RuntimeError, OSError, AttributeError) as error:  # the last: it isn't made yet
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+# ---- the wire ----------------------------------------------------------------------------------------------------
+
+
+class Proxy:
+    """A port that stands for another one, on threads of this process.
+
+    Its `mode`, asked for each piece: "" passes all on; "cut" passes nothing either way and closes nothing, so that what
+    was held back goes on when it ends, as after lost packets; "slow" passes 1 KB/s to the client; "flip" changes a bit
+    of each piece for the client.
+    """
+
+    def __init__(self, target: tuple[str, int], mode: Any) -> None:
+        self._target = target
+        self._mode = mode
+        self._listener = socket.create_server((target[0], 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="chaos-proxy", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(self._target)
+            for source, sink, is_back in ((client, server, False), (server, client, True)):
+                arguments = (source, sink, is_back)
+                threading.Thread(target=self._pass_on, args=arguments, name="chaos-wire", daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_back: bool) -> None:
+        try:
+            while data := source.recv(16384):
+                self._send(sink, data, is_back)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            for end in (source, sink):
+                end.close()
+
+    def _send(self, sink: socket.socket, data: bytes, is_back: bool) -> None:
+        while data:
+            mode = self._mode()
+            if mode == "cut":
+                time.sleep(0.02)
+                continue
+            piece = data
+            if mode == "slow" and is_back:
+                time.sleep(0.1)
+                piece = data[:100]
+            sent = piece
+            if mode == "flip" and is_back and len(piece) > 1000:
+                at = random.randrange(len(piece))
+                sent = piece[:at] + bytes([piece[at] ^ 1 << random.randrange(8)]) + piece[at + 1 :]
+            sink.sendall(sent)
+            data = data[len(piece) :]
+
+
+if "KVTIER_CHAOS" in os.environ:
+    on = Faults(Path(os.environ["KVTIER_CHAOS"]) / "faults.json")
+    jump_clock(on)
+    sys.meta_path.insert(0, AfterImport(on))  # type: ignore[arg-type]

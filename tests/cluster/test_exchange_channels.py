@@ -1,0 +1,75 @@
+"""Which channels to other nodes are kept open, and which are let go; without a network."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from kvtier.cluster import exchange_channels
+from kvtier.cluster.exchange_channels import MAX_IDLE, Channels
+from kvtier.proto import page_transfer_pb2
+
+
+class Channel:
+    """A GrpcChannel to nowhere."""
+
+    open: ClassVar[list[Channel]] = []
+
+    def __init__(self, name: tuple[str, str], *_: Any) -> None:
+        self.name = name
+        Channel.open.append(self)
+
+    def meet(self, call: Any) -> page_transfer_pb2.MeetReply:
+        return page_transfer_pb2.MeetReply(node_id=self.name[0])
+
+    def close(self) -> None:
+        Channel.open.remove(self)
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Channels:
+    monkeypatch.setattr(Channel, "open", [])
+    monkeypatch.setattr(exchange_channels, "GrpcChannel", Channel)
+    return Channels("home", "exchange:home", "secret", print, uses_memory=False)
+
+
+def test_more_channels_than_may_be_idle_are_closed_and_names_without_any_are_no_obstacle(
+    channels: Channels,
+) -> None:
+    names = [(f"n{number}", "host:1") for number in range(MAX_IDLE // 2 + 1)]
+    call: Any = None
+    first = channels.open(names[0], call)
+    channels.done(names[0], first, "keep")
+    assert channels.open(names[0], call) is first  # its name has no idle channel now
+
+    for name in names[1:]:
+        both = [channels.open(name, call) for _ in range(2)]
+        for channel in both:
+            channels.done(name, channel, "keep")
+    more = channels.open(names[1], call), channels.open(names[1], call), channels.open(names[1], call)
+    for channel in more:
+        channels.done(names[1], channel, "keep")
+
+    assert len(Channel.open) == MAX_IDLE + 1  # and the one in use
+    channels.done(names[0], first, "keep")
+    assert len(Channel.open) == MAX_IDLE
+    channels.close()
+    assert not Channel.open
+
+
+def test_of_a_peer_at_another_address_nothing_is_kept_for_the_old_ones(channels: Channels) -> None:
+    call: Any = None
+    older = "n1", "host:0"
+    in_use = channels.open(older, call)
+    for number in range(1, 5):
+        name = "n1", f"host:{number}"
+        both = [channels.open(name, call) for _ in range(2)]
+        channels.done(older, in_use, "keep")
+        channels.done(name, both[0], "keep")
+        assert len(Channel.open) == 2  # one idle, one in use, both of this address
+        older, in_use = name, both[1]
+    assert list(channels._met) == [older]
+    channels.done(older, in_use, "keep")
+    channels.close()
+    assert not Channel.open

@@ -1,0 +1,140 @@
+"""What a worker lends of its L1, and when it wants it back: an L1 without a model, whose peers write into what is lent."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from l1_worlds import POLICIES, Recorded, drive, run_again, workload
+from scheduler_kit import Machine, Page
+
+from kvtier.tier.page import PageFormat
+from kvtier.workers.l1_events import LendOut, LentOverdue, TakeBack
+from kvtier.workers.lender import PATIENCE_S, Lender, to_lend, to_take_back
+
+RAW, SMALL = PageFormat.FP32, PageFormat.INT4C
+
+
+class Peers:
+    """The worker's peers: each step frames are lent and asked for, and come back some steps later, written over."""
+
+    def __init__(self, made: Machine, share: float, slowness: float) -> None:
+        self.made, self.share, self.slowness = made, share, slowness
+        self.asked: dict[int, float] = {}
+        self.lent = self.returned = 0
+        self._step = made.step
+        made.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        made, table = self.made, self.made.table
+        back = [frame for frame in self.asked if made.rng.random() > self.slowness]
+        for frame in back:
+            del self.asked[frame]
+        if back:
+            self.returned += len(back)
+            made.l1.hear(TakeBack(back), made.now)
+        elif self.asked and made.now - min(self.asked.values()) > 10.0:
+            made.l1.hear(LentOverdue(), made.now)
+        missing = made.scheduler.needed_soon()
+        if table.frames.lent:
+            self.asked.update(dict.fromkeys(to_take_back(table, missing, self.asked), made.now))
+        if not self.asked:
+            self.lend(*to_lend(table, missing, self.share))
+        table.check(made.scheduler.active)
+        self._step()
+
+    def lend(self, size: int, count: int) -> None:
+        for frame in self.made.l1.hear(LendOut(size, count), self.made.now):
+            self.lent += 1
+            self.made.memory.write(frame, size, Page(0, RAW, []))  # of no token
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+def test_whatever_is_lent_no_token_changes_and_nobody_starves(seed: int) -> None:
+    rng = Random(seed)
+    life = workload(rng, rng.choice(POLICIES))
+    peers = Peers(life.made, rng.choice([0.3, 0.8, 1.0]), rng.choice([0.0, 0.5, 0.95]))
+    recorded = Recorded(life.made.l1)
+
+    drive(life, meddle=rng.random() < 0.5)
+
+    frames = life.made.table.frames
+    assert len(frames.lent) == peers.lent - peers.returned
+    assert run_again(recorded.ended()).difference is None
+
+
+def idle(num_pages: int) -> Machine:
+    return Machine(num_pages, 1, max_batch_tokens=8, max_sequences=2, rng=Random(0))
+
+
+def test_an_idle_worker_lends_its_share_and_keeps_a_reserve() -> None:
+    made = idle(64)
+
+    assert to_lend(made.table, {}, 0.5) == (1, 32)
+    assert to_lend(made.table, {}, 1.0) == (1, 64 - 8)
+    assert to_lend(made.table, {1: 40}, 1.0) == (1, 64 - 8 - 40)
+    assert to_lend(made.table, {1: 55}, 1.0) == (1, 0)  # not worth a message
+
+
+def test_what_is_free_or_evictable_is_used_before_anything_is_asked_back() -> None:
+    made = idle(64)
+    lent = made.l1.hear(LendOut(1, 32), 0.0)
+
+    assert to_take_back(made.table, {1: 32}, {}) == []
+    assert len(to_take_back(made.table, {1: 33}, {})) == 1 + 2  # and a batch
+    assert to_take_back(made.table, {1: 33}, {lent[0]: None}) == []
+    assert sorted(to_take_back(made.table, {1: 1000}, {})) == sorted(lent)
+
+
+def test_of_several_sizes_whole_slabs_are_lent_and_asked_back() -> None:
+    made = Machine(256, 1, max_batch_tokens=8, max_sequences=2, rng=Random(0), pages=({RAW: 2, SMALL: 1},))
+    slabs = made.table.frames.slabs
+    lent = []
+    for expected in (2, 1):
+        size, count = to_lend(made.table, {}, 0.5)
+        assert size == expected and count % slabs.per_slab(size) == 0
+        lent += made.l1.hear(LendOut(size, count), 0.0)
+
+    assert to_lend(made.table, {}, 0.5)[1] == 0
+    assert 2 * len(set(map(slabs.slab_of, lent))) == slabs.num_slabs
+    wanted = to_take_back(made.table, {2: slabs.num_slabs // 2 * slabs.per_slab(2) + 1}, {})
+    assert {slabs.slab_of(frame) for frame in lent if frame not in wanted}.isdisjoint(
+        map(slabs.slab_of, wanted)
+    )
+    made.l1.hear(TakeBack(lent), 1.0)
+    assert slabs.free_slabs == slabs.num_slabs
+
+
+class NoLink:
+    """The node is away."""
+
+    is_up = False
+
+
+def test_frames_that_a_stopped_borrower_keeps_after_its_node_died_are_waited_for_as_long_as_others() -> None:
+    made = idle(64)
+    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
+    lifeline, borrowers = os.pipe()
+    os.set_blocking(lifeline, False)
+    lender.came(lifeline)
+    lent = made.l1.hear(LendOut(1, 32), 0.0)
+    lender.went()
+    lender.expire(100.0)
+    assert not made.table.lent_overdue  # nobody waits for them
+
+    assert made.table.wait_for_lent()
+    for now in (200.0, 200.0 + PATIENCE_S / 2):
+        lender.expire(now)
+        lender.balance(now)
+        assert made.table.wait_for_lent()
+    assert (at := lender.next_deadline_s) is not None and at <= 200.0 + PATIENCE_S
+    lender.expire(200.0 + PATIENCE_S)
+
+    assert not made.table.wait_for_lent() and len(made.table.frames.lent) == len(lent)
+    lender.check()
+    os.close(borrowers)
+    lender.expire(300.0)
+    assert not made.table.frames.lent and not made.table.lent_overdue
