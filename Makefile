@@ -72,8 +72,8 @@ serve: setup  ## the service in the foreground, until Ctrl-C
 	@$(VENV)/bin/kvtier up
 
 bench: setup  ## the benchmark scripts and what each measures
-	@for script in bench/*.py; do \
-		printf '  $(PY) %-24s %s\n' "$$script" "$$(sed -nE '1s/^"""(.*[^"])("""|)$$/\1/p' "$$script")"; \
+	@for script in $$(grep -l __main__ bench/*.py); do \
+		printf '  $(PY) %-24s %s\n' "$$script" "$$(sed -nE '1,2s/^"""(.*[^"])("""|)$$/\1/p' "$$script")"; \
 	done
 
 figures: setup  ## eviction on real traces, into docs/eviction.md; KVTIER_TRACES=FOLDER says where the traces are

@@ -126,8 +126,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(tables: Mapping[str, list[Figure]], path: Path | None) -> int:
-    """Print the tables, write the JSON file; the exit code: 1 when a goal is missed."""
+def finish(tables: Mapping[str, list[Figure]], path: Path | None, **more: Any) -> int:
+    """Print the tables, write the JSON file, with `more` in it; the exit code: 1 when a goal is missed."""
     here = machine()
     print(f"{here['cpu']}, {here['cores']} cores, load {here['load_average']:.1f}, kernel {here['kernel']}")
     for title, figures in tables.items():
@@ -136,6 +136,7 @@ def finish(tables: Mapping[str, list[Figure]], path: Path | None) -> int:
         content = {
             "machine": here,
             "tables": {title: [f.to_json() for f in rows] for title, rows in tables.items()},
+            **more,
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
     return int(any(f.reached is False for rows in tables.values() for f in rows))

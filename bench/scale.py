@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -25,9 +25,10 @@ import numpy as np
 from common import argument_parser, machine
 from routing_cases import result_of
 
-from kvtier.cluster.directory_core import DirectoryCore, Held
-from kvtier.cluster.routing import Choice, Costs, Policy, WorkerView, choose
-from kvtier.cluster.routing import Held as RoutingHeld
+from kvtier.cluster.directory_core import DirectoryCore
+from kvtier.cluster.fleet import Fleet
+from kvtier.cluster.held import Held
+from kvtier.cluster.routing import Choice, Costs, Policy, choose
 from kvtier.cluster.simulation import Shape, SimRequest, Simulation
 from kvtier.cluster.simulation_parts import PAGE_TOKENS
 from kvtier.tier.events import Command, Event
@@ -162,12 +163,12 @@ def simulated(args: argparse.Namespace, meter: Meter) -> tuple[Simulation, int]:
     def timed_choose(
         tokens: int,
         page_tokens: int,
-        workers: Sequence[WorkerView],
-        held: Iterable[RoutingHeld],
+        fleet: Fleet,
+        held: Iterable[Held],
         costs: Costs,
         policy: Policy,
     ) -> Choice:
-        return meter.timed("choose", lambda: choose(tokens, page_tokens, workers, held, costs, policy))
+        return meter.timed("choose", lambda: choose(tokens, page_tokens, fleet, held, costs, policy))
 
     directory = TimedDirectory(filled(args.entries), meter)
     simulation = Simulation(shape, requests, "prefix", directory=directory, chooser=timed_choose)

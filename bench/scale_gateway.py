@@ -28,7 +28,7 @@ from kvtier.cluster.gateway_cache import CacheVerbs
 from kvtier.cluster.gateway_core import GatewayCore
 from kvtier.cluster.gateway_holders import Holders
 from kvtier.cluster.gateway_server import GatewayServer
-from kvtier.cluster.routing import Held
+from kvtier.cluster.held import Held
 from kvtier.proto import inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, Usage, WorkerInfo
 

@@ -9,6 +9,9 @@ before and thrown away here, over the same gRPC stack with the same options; a p
 the channel for nodes on one machine, copied from slab to slab and checked; and NIXL (UCX) reading the same bytes, where
 PYTHON can import nixl (default: this one). Times are of all pages, after connections stand.
 Goal: 70 % of raw gRPC with as many streams.
+
+NIXL works without a GPU, but its packages bring CUDA's, so it wants an environment of its own (6 GB):
+  python3 -m venv nixl && nixl/bin/pip install nixl nixl-cu12 numpy && bench/transfer.py --nixl nixl/bin/python
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 from common import Figure, argument_parser, finish, interleave, throughput
@@ -183,13 +186,13 @@ def serve_socket(listener: socket.socket, page: bytes) -> None:
 
 
 @contextmanager
-def process(*arguments: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with its stdin."""
+def process(*arguments: str, log: int | IO[str] = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that ends with its stdin; its stderr goes to `log`."""
     child = subprocess.Popen(
-        [python, *arguments],
+        [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         text=True,
     )
     assert child.stdin is not None
@@ -235,6 +238,7 @@ class Streams:
         self.shape, self.slots, self._pool = shape, slots, pool
         each = shape.count // count
         self.parts = [range(at * each, (at + 1) * each) for at in range(count)]
+        self._orders = {part.start: self._order(part) for part in self.parts}
 
     @property
     def total_bytes(self) -> int:
@@ -249,11 +253,15 @@ class Streams:
 
         return run
 
+    def _order(self, part: range) -> Fetch:
+        """As it comes from the node."""
+        grants, key = self.slots.grants, self.shape.key
+        pages = [FetchPage(grants[number], key(number), VARIANT, SPEC) for number in part]
+        return Fetch(1, "away", "", ROOT, TENANT, 16, part.start, pages, DEADLINE_S)
+
     def fetch(self, channel: Any, part: range) -> None:
         """Ours: through a PageChannel into the slots."""
-        shape = self.shape
-        pages = [FetchPage(self.slots.grants[number], shape.key(number), VARIANT, SPEC) for number in part]
-        fetch = Fetch(1, "away", "", ROOT, TENANT, 16, part.start, pages, DEADLINE_S)
+        fetch = self._orders[part.start]
         request: PagesRequest = request_of(fetch)
         came: list[bytes] = []
         sink = SlotSink(self.slots, fetch, request, lambda keys, nbytes: came.extend(keys))  # type: ignore[arg-type]

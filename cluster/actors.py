@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cluster.config import Config
+from kvtier.cluster.config_nodes import TransferTls
+from kvtier.cluster.exchange_wire import TlsFiles
+from kvtier.cluster.homes import Home
+from kvtier.cluster.l4_folders import l4_root
 from kvtier.cluster.placement import Place, Placement, here
 from kvtier.cluster.policies import digest_shares, policy_settings, request_weights, tenant_shares
 from kvtier.cluster.scout import Ground
@@ -16,7 +20,10 @@ ALWAYS = -1  # Ray's max_restarts: start it again as often as it dies
 
 
 class Actors:
-    """Every call makes one actor and returns its handle. Holds what must be the same each time a part is made anew."""
+    """Every call makes one actor and returns its handle. Holds what must be the same each time a part is made anew.
+
+    Ray starts none again but the directory: a part that is made anew may have to be told of another machine.
+    """
 
     def __init__(
         self,
@@ -24,46 +31,49 @@ class Actors:
         model: Path,
         stored: StoredPages,
         placement: Placement,
-        grounds: dict[int, Ground],
+        nodes: int,
         sockets: Path,
     ) -> None:
-        """`model` is this machine's folder of it; `sockets` a short folder, which is made where it isn't."""
+        """`model` is this machine's folder of it; `nodes` how many there are; `sockets` a short folder, which is made where
+        it isn't."""
         self._config = config
         self._model = model
         self._stored = stored
         self._placement = placement
-        self._grounds = grounds
         self._sockets = sockets
         self._secret = secrets.token_hex(32)  # by which this deployment's exchanges know each other
-        self._roles = config.worker.roles(len(grounds) * config.worker.count)
+        self._nodes: set[str] = set()  # ids of those that have been made
+        self._roles = config.worker.roles(nodes * config.worker.count)
 
-    def node(self, place: Place) -> Any:
-        """A CacheNode."""
+    def node(self, home: Home) -> Any:
+        """A CacheNode. The first one of a node must be able to use its L4; one made anew goes on without."""
         from kvtier.cluster.node import CacheNode
 
-        tiers, ground = self._config.tiers, self._grounds[place.number]
-        l4_path = tiers.l4.path or str(ground.cache / "l4" / self._config.name)
-        return CacheNode.options(max_restarts=ALWAYS, scheduling_strategy=self._placement.on(place)).remote(
+        tiers, place = self._config.tiers, home.place
+        is_first = place.node_id not in self._nodes
+        self._nodes.add(place.node_id)
+        return CacheNode.options(max_restarts=0, scheduling_strategy=self._placement.on(place)).remote(
             node_id=place.node_id,
             socket_path=self._socket(place),
             payload_bytes=self._stored.sizes[-1],
             l3_bytes=tiers.l3.bytes,
-            l4_path=str(Path(l4_path).expanduser().absolute()),
+            l4_path=str(l4_root(tiers.l4.path, home.ground.cache, self._config.name)),
             l4_bytes=tiers.l4.bytes,
             l4_store=tiers.l4.store,
             min_payload_bytes=self._stored.sizes[0],
             l4_variants=self._stored.l4_variants,
+            needs_l4=is_first,
             policy=policy_settings(self._config),
             write=tiers.write,
             shares=digest_shares(self._config),
             fetch_deadline_s=self._config.transfer.deadline_ms / 1e3,
         )
 
-    def worker(self, place: Place, number: int) -> Any:
-        """A decode worker; `number` counts over the whole deployment. Ray doesn't start it again (see watch.Part)."""
+    def worker(self, home: Home, number: int) -> Any:
+        """A decode worker; `number` counts over the whole deployment."""
         from kvtier.workers.actor import DecodeWorkerActor
 
-        config, ground = self._config, self._grounds[place.number]
+        config, place, ground = self._config, home.place, home.ground
         options: dict[str, Any] = {
             "max_restarts": 0,
             "scheduling_strategy": self._placement.on(place),
@@ -83,7 +93,7 @@ class Actors:
             l1_bytes=config.tiers.l1.bytes,
             numerics=config.numerics,
             forward=config.model.forward,
-            threads=self.worker_threads(place),
+            threads=self.worker_threads(ground),
             max_context=config.model.max_context,
             max_batch_tokens=config.worker.max_batch_tokens,
             max_sequences=config.worker.max_sequences,
@@ -106,14 +116,12 @@ class Actors:
             l2_share=self._l2_share(),
         )
 
-    def exchange(self, place: Place) -> Any:
+    def exchange(self, home: Home) -> Any:
         """What gives a node's pages to others, and gets theirs."""
         from kvtier.cluster.exchange import PageExchange
 
-        transfer = self._config.transfer
-        return PageExchange.options(
-            max_restarts=ALWAYS, scheduling_strategy=self._placement.on(place)
-        ).remote(
+        transfer, place = self._config.transfer, home.place
+        return PageExchange.options(max_restarts=0, scheduling_strategy=self._placement.on(place)).remote(
             node_id=place.node_id,
             socket_path=self._socket(place),
             host=transfer.host or place.machine.address,
@@ -123,16 +131,17 @@ class Actors:
             deadline_s=transfer.deadline_ms / 1e3,
             streams=transfer.streams,
             same_host=transfer.same_host,
+            tls=_files(transfer.tls),
         )
 
     def directory(self) -> Any:
-        """The one directory, on this machine."""
+        """The one directory, on this machine. Who has its handle need not hear when Ray starts it again."""
         from kvtier.cluster.directory import Directory
 
         return Directory.options(max_restarts=ALWAYS, scheduling_strategy=here()).remote()
 
     def gateway(self, port: int) -> Any:
-        """The one gateway, on this machine. Ray doesn't start it again (see watch.Part)."""
+        """The one gateway, on this machine."""
         from kvtier.cluster.gateway import Gateway
 
         config = self._config
@@ -148,11 +157,11 @@ class Actors:
             len(self._roles),
         )
 
-    def worker_threads(self, place: Place) -> int:
+    def worker_threads(self, ground: Ground) -> int:
         """Threads of each worker: as configured, else the physical cores of its machine, shared out."""
         config = self._config
         on_one_machine = config.worker.count * config.ray.raylets
-        return config.worker.threads or max(1, self._grounds[place.number].cores // on_one_machine)
+        return config.worker.threads or max(1, ground.cores // on_one_machine)
 
     def _l2_share(self) -> float:
         """0 where there is no peer to lend to, and for ranks, whose frames hold parts of pages."""
@@ -161,3 +170,7 @@ class Actors:
 
     def _socket(self, place: Place) -> str:
         return str(self._sockets / f"{place.node_id}.sock")
+
+
+def _files(tls: TransferTls | None) -> TlsFiles | None:
+    return None if tls is None else TlsFiles(tls.cert, tls.key, tls.ca)

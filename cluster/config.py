@@ -12,6 +12,8 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvtier.cluster.config_nodes import (
+    MAX_DEADLINE_MS,
+    ClusterConfig,
     NodesConfig,
     RayConfig,
     RoutingConfig,
@@ -134,7 +136,8 @@ class CacheConfig(Section):
     sink_tokens: int = Field(default=16, ge=0, le=MAX_STREAM_TOKENS)  # of timedecay: the first ones, likewise
     epoch: int = Field(default=0, ge=0)  # raise it to make all cached pages of this deployment unfindable
     load: Literal["auto", "always"] = "auto"  # auto: a load that measures slower than recompute is not made
-    load_deadline_ms: float = Field(default=2000.0, gt=0)  # a load that takes longer loses to recompute
+    # A load that takes longer loses to recompute.
+    load_deadline_ms: float = Field(default=2000.0, gt=0, le=MAX_DEADLINE_MS)
 
 
 class TLSConfig(Section):
@@ -165,7 +168,7 @@ class TenantConfig(Section):
 class Config(Section):
     """A whole deployment."""
 
-    name: str = Field(default="kvtier", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(default="kvtier", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     model: ModelConfig = ModelConfig()
     page_tokens: int = 16
     numerics: Literal["auto", "fast", "invariant"] = "auto"  # auto: invariant in float32, fast else
@@ -178,6 +181,7 @@ class Config(Section):
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
     nodes: NodesConfig = NodesConfig()
     ray: RayConfig = RayConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @field_validator("page_tokens")
     @classmethod
@@ -261,7 +265,7 @@ def _instead(path: Path, data: dict[str, Any]) -> str:
     if "provider" in data and "cluster_name" in data:
         return (
             f"{path} is for Ray's cluster launcher: run `ray up {path}`, then on its head node "
-            "`kvtier up cluster/h200.yaml --address auto`"
+            "`~/kvtier-venv/bin/kvtier up ~/kvtier/cluster/h200.yaml --address auto`"
         )
     if "apiVersion" in data and "kind" in data:
         return f"{path} is for Kubernetes, and starts kvtier too: run `kubectl apply -f {path}`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from ipaddress import ip_network
 from itertools import cycle, islice
 from typing import Any, Literal, Self, get_args
 
@@ -13,6 +14,8 @@ from kvtier.cluster.config_values import Bytes, Section
 
 Role = Literal["both", "prefill", "decode"]
 _ROLES = get_args(Role)
+HASTY_S = 30.0  # a worker's longest step may take so long, on a slow CPU or with a large batch
+MAX_DEADLINE_MS = 600_000.0  # of waiting for a page; no request outlasts a longer one
 _ADDRESS = re.compile(r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})$")
 
 
@@ -71,7 +74,7 @@ class WorkerConfig(Section):
     @classmethod
     def _gpus_can_be_given(cls, value: Any) -> Any:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value == "auto" or (is_number and (0 <= value <= 1 or value == int(value) > 0)):
+        if value == "auto" or (is_number and (0 <= value <= 1 or (value > 0 and float(value).is_integer()))):
             return value
         raise ValueError(f"must be auto, a share of one GPU from 0 to 1, or a whole number, got {value!r}")
 
@@ -121,20 +124,68 @@ class RayConfig(Section):
         return self.address == "local"
 
 
+class TransferTls(Section):
+    """PEM files, found at these paths on each machine: TLS between its nodes, both sides showing a certificate."""
+
+    cert: str = Field(
+        min_length=1
+    )  # of the machine: it names the host or address by which the others reach it
+    key: str = Field(min_length=1)  # of that certificate
+    ca: str = Field(
+        min_length=1
+    )  # who signed all of them; a node that shows another's certificate gets no page
+
+
 class TransferConfig(Section):
     """How pages travel from node to node: each has an exchange that serves its own and fetches others'."""
 
-    host: str = ""  # where exchanges listen; "": the address by which Ray knows their node
+    # Where exchanges listen. "": the address by which Ray knows their node; a network such as 10.1.0.0/16: each node's own
+    # address in it; 0.0.0.0: at all of them.
+    host: str = ""
     port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
     in_flight_bytes: Bytes = Field(default=64 * 2**20, ge=2**20)  # of each exchange, both ways together
-    deadline_ms: float = Field(default=5000.0, gt=0)  # a page that takes longer is computed
+    # A page that takes longer is computed.
+    deadline_ms: float = Field(default=5000.0, gt=0, le=MAX_DEADLINE_MS)
     streams: int = Field(default=2, ge=1, le=16)  # at once between two nodes
     same_host: Literal["auto", "off"] = "auto"  # auto: nodes on one machine copy pages in memory
+    tls: TransferTls | None = (
+        None  # None: pages, and the secret that nodes know each other by, are sent in clear
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _network_is_one(cls, value: str) -> str:
+        if "/" in value:
+            try:
+                ip_network(value)
+            except ValueError as error:
+                raise ValueError(f"must be a network such as 10.1.0.0/16, got {value!r} ({error})") from error
+        return value
 
     @field_validator("same_host", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # as YAML reads it
+
+
+class ClusterConfig(Section):
+    """When a part of the deployment is given up."""
+
+    # Seconds in which a part's loop doesn't turn although its process lives: then it is killed and made anew. More bears
+    # longer stops, such as those of a machine that swaps; less keeps requests waiting for less long. It must exceed the
+    # longest step that a worker has, or that is killed in the midst of it: worker.max_batch_tokens over the speed of
+    # prefill at the longest context, on a CPU many seconds.
+    stalled_after_s: float = Field(default=60.0, ge=5, le=86_400)
+
+    @property
+    def caution(self) -> str | None:
+        """What an operator should know of these values, in a line."""
+        if self.stalled_after_s >= HASTY_S:
+            return None
+        return (
+            f"cluster.stalled_after_s {self.stalled_after_s:g} is below {HASTY_S:g}: a worker is killed when one step, "
+            "such as the prefill of worker.max_batch_tokens tokens, takes longer"
+        )
 
 
 class RoutingConfig(Section):

@@ -22,9 +22,9 @@ _UNITS = {
 
 
 class Section(BaseModel):
-    """Frozen, and without keys that nobody reads."""
+    """Frozen, without keys that nobody reads, and with finite numbers only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def parse_bytes(value: Any) -> Any:

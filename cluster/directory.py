@@ -9,14 +9,12 @@ from typing import Any
 
 import ray
 
-from kvtier.cluster.directory_core import DirectoryCore, DirectoryStats, Held
+from kvtier.cluster.directory_core import DirectoryCore, DirectoryStats
 from kvtier.tier.feed import Batch, Reply
 from kvtier.tier.page import TierName
 
-__all__ = ["Directory", "DirectoryProcess", "Held"]
-
 # Lookups have threads of their own: one waits for the batch that is being taken, not for all that wait behind it.
-THREADS = {"lookup": 2, "publish": 1}
+THREADS = {"lookup": 2, "publish": 1, "pulse": 1}
 
 
 class DirectoryProcess:
@@ -37,16 +35,26 @@ class DirectoryProcess:
             return self._core.publish(batch, time.monotonic())
 
     @ray.method(concurrency_group="lookup")
-    def lookup(self, keys: bytes) -> list[Held]:
-        """Who has the first of these pages: KEY_BYTES of each key, one behind the other; the longest first."""
+    def lookup(self, keys: bytes) -> list[tuple[str, str, str, str, int]]:
+        """Who has the first of these pages: KEY_BYTES of each key, one behind the other; the longest first.
+
+        Each is a Held, as the plain tuple that is packed and unpacked in a fifth of the time.
+        """
         with self._lock:
-            return self._core.lookup(keys, time.monotonic())
+            found = self._core.lookup(keys, time.monotonic())
+        return [(*one,) for one in found]
 
     @ray.method(concurrency_group="publish")
     def wrong(self, node_id: str, tier: TierName | None, keys: bytes) -> None:
         """A node said that it doesn't have these pages in a tier, or (None) in none of its own."""
         with self._lock:
             self._core.wrong(node_id, tier, keys)
+
+    @ray.method(concurrency_group="pulse")
+    def pulse(self) -> float:
+        """Seconds since a call went on: 0, once the one that has the core has let go of it."""
+        with self._lock:
+            return 0.0
 
     def stats(self) -> DirectoryStats:
         """What there is, and what happened since it began."""

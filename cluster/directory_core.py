@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtier.cluster.directory_slots import Keys
 from kvtier.cluster.directory_table import DirectoryTable, Run, leading
+from kvtier.cluster.held import Held
 from kvtier.tier.feed import KEY_BYTES, Batch, Change, Reply, Source
 from kvtier.tier.page import TierName
 
@@ -27,22 +28,6 @@ TIERS = (TierName.HBM, TierName.PEER, TierName.HOST, TierName.SSD)
 BLOCK = len(TIERS)
 _PLACE = {tier: place for place, tier in enumerate(TIERS)}
 _L2, _L3 = _PLACE[TierName.PEER], _PLACE[TierName.HOST]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Somebody says that it has the first `pages` pages.
-
-    Of a node's tiers each is named with all that the faster ones of the node have beside it: L4's `pages` are what L2,
-    L3 and L4 have together. `worker_id` is "" for them, and `tier` "L1" for a worker. `address` is that of the node's
-    exchange.
-    """
-
-    node_id: str
-    worker_id: str
-    tier: TierName
-    address: str
-    pages: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import ray
 
+from kvtier.cluster.addresses import own_address
 from kvtier.cluster.exchange_channels import Channels
 from kvtier.cluster.exchange_client import Fetcher
 from kvtier.cluster.exchange_node import NodeLink
@@ -24,6 +25,7 @@ from kvtier.tier.peer_runs import FetchLimits
 log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 8  # threads of the actor
+PULSE = {"pulse": 1}  # a thread of its own, so that calls that wait don't make it look stalled
 STOP_GRACE_S = 0.5
 MAX_NOTES = 64
 _WILDCARDS = ("0.0.0.0", "::")
@@ -33,7 +35,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mall
 class PageExchangeProcess:
     """What the actor's process runs; `PageExchange` is this class as a Ray actor.
 
-    `secret` is the deployment's: only who knows it is served. `host` and `port` are listened at (0: any free port),
+    `secret` is the deployment's: only who knows it is served. `host` and `port` are listened at (0: any free port; a
+    network such as 10.1.0.0/16: this machine's address in it),
     `advertise` is the host that others reach it by ("": `host`, or this node's address where that is a wildcard).
     `in_flight_bytes` bounds what is fetched at once, `streams` the fetches from one peer at once, `deadline_s` each
     fetch; `max_streams` bounds the calls served at once, and one whose peer takes nothing for `stall_s` is ended; a
@@ -63,6 +66,7 @@ class PageExchangeProcess:
         if not secret:
             raise ValueError("an exchange needs the deployment's secret, got an empty one")
         keep_freed_memory()
+        host = own_address(host)
         self._node_id = node_id
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         keys = None if tls is None else tls.read()
@@ -108,6 +112,12 @@ class PageExchangeProcess:
             return stuck
         return None if self._link.session is not None else f"the cache of node {self._node_id} is away"
 
+    @ray.method(concurrency_group="pulse")
+    def pulse(self) -> float:
+        """Seconds since the thread that decides on fetches turned: 0, once it has answered."""
+        self._fetcher.stats()
+        return 0.0
+
     def stats(self) -> dict[str, Any]:
         """Counts since its start: see ExchangeServer.stats and Fetcher.stats; one dictionary."""
         return {**self._server.stats(), **self._fetcher.stats()}
@@ -148,4 +158,6 @@ def _reachable(host: str) -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-PageExchange = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE, max_restarts=-1)(PageExchangeProcess)  # type: ignore[call-overload]  # Ray's types lack max_concurrency
+PageExchange = ray.remote(  # type: ignore[call-overload]  # Ray's types lack both
+    num_cpus=0, max_concurrency=CALLS_AT_ONCE, concurrency_groups=PULSE
+)(PageExchangeProcess)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,9 @@ from kvtier.tier.peer import (
 from kvtier.tier.peer_runs import PeerName
 
 MAX_IDLE = 32  # channels that are kept open while nothing is fetched
+# Where the memory of a peer on this machine is, is asked when it goes, as its cache restarts; while it is out of reach,
+# by a fetch so much later, each time in a row twice as long.
+ASK_FIRST_S, ASK_LAST_S = 1.0, 60.0
 
 # What becomes of a channel: kept for the next fetch, closed (its connection may be stuck), or closed with all others to
 # that peer, and the peer asked anew who it is.
@@ -88,7 +92,7 @@ class GrpcChannel:
     def fetch(self, request: PagesRequest, sink: PageSink, call: Call) -> Ending:
         """Take the peer's frames. See PageChannel."""
         message = wire.to_message(request, self._peer_id, call.left_s())
-        reader = PageReader(sink)
+        reader = PageReader(sink, request.payload_bytes)
         rpc = self._fetch(message, timeout=call.left_s(), metadata=self._metadata)
         call.on_interrupt(rpc.cancel)
         try:
@@ -128,7 +132,24 @@ def _failure(error: Any, call: Call) -> PeerFailed | Interrupted:
 class _Met:
     """What is known of a peer that answered; `local` where its memory can be reached."""
 
+    is_near: bool  # on this machine
     local: NodeSession | None = None
+    ask_at: float = 0.0  # by then its memory may be within reach again
+    wait_s: float = ASK_FIRST_S
+    said: str = ""  # why it is not
+
+    @property
+    def is_within_reach(self) -> bool:
+        """Its memory is, now."""
+        return self.local is not None and not self.local.lost.is_set()
+
+    def begins_to_ask(self, now: float) -> bool:
+        """Whether a fetch asks where its memory is; those that come next don't."""
+        if not self.is_near or self.is_within_reach or now < self.ask_at:
+            return False
+        self.ask_at = now + self.wait_s
+        self.wait_s = min(2 * self.wait_s, ASK_LAST_S)
+        return True
 
 
 class Channels:
@@ -143,6 +164,7 @@ class Channels:
         *,
         tls: wire.TlsKeys | None = None,
         uses_memory: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`uses_memory`: pages of nodes on the same machine are copied there, not sent."""
         self._node_id = node_id
@@ -150,6 +172,7 @@ class Channels:
         self._secret = secret
         self._note = note
         self._tls = tls
+        self._clock = clock
         self._boot_id = wire.boot_id() if uses_memory else None
         self._lock = threading.Lock()  # guards the two below; held for no more than a dict operation
         self._idle: dict[PeerName, list[GrpcChannel]] = {}  # the latest used last
@@ -161,21 +184,18 @@ class Channels:
         """A channel to a peer; hand it back with `done`. Raises PeerFailed, Interrupted."""
         with self._lock:
             met = self._met.get(name)
-            if met is not None and met.local is not None and not met.local.lost.is_set():
+            if met is not None and met.local is not None and met.is_within_reach:
                 return LocalChannel(met.local)
-            idle = self._idle.get(name)
-            if met is not None and idle:
-                kept = idle.pop()
-                if not idle:
-                    del self._idle[name]
-                return kept
-        channel = GrpcChannel(name, self._node_id, self._secret, self._tls)
+            asks = met is None or met.begins_to_ask(self._clock())
+            kept = self._take_idle(name)
+        if kept is not None and not asks:
+            return kept
+        channel = kept or GrpcChannel(name, self._node_id, self._secret, self._tls)
         try:
-            reply = None if met is not None and met.local is None else channel.meet(call)
+            local = self._reach(name, channel.meet(call)) if asks else None
         except BaseException:
             channel.close()
             raise
-        local = None if reply is None else self._reach(name, reply)
         self._forget_older(name)
         if local is None:
             return channel
@@ -214,6 +234,16 @@ class Channels:
         for session in sessions:
             session.close()
 
+    def _take_idle(self, name: PeerName) -> GrpcChannel | None:
+        """Inside the lock only."""
+        idle = self._idle.get(name)
+        if not idle:
+            return None
+        kept = idle.pop()
+        if not idle:
+            del self._idle[name]
+        return kept
+
     def _forget_older(self, name: PeerName) -> None:
         """The node answers at this address: let go of what is kept for those that it had before."""
         closing: list[GrpcChannel] = []
@@ -245,24 +275,27 @@ class Channels:
 
     def _reach(self, name: PeerName, reply: page_transfer_pb2.MeetReply) -> NodeSession | None:
         """Remember a peer that answered; the session with its CacheNode, when that is within reach."""
-        if not reply.socket_path or reply.boot_id != self._boot_id or reply.node_id == self._node_id:
-            with self._lock:
-                self._met[name] = _Met()
-            return None
+        is_near = reply.boot_id == self._boot_id and reply.node_id != self._node_id
         with self._meeting:
             with self._lock:
-                met = self._met.get(name)
-            if met is None or (met.local is not None and met.local.lost.is_set()):
-                met = _Met(self._connect(name, reply))
-                with self._lock:
-                    self._met[name] = met
+                met = self._met.get(name) or _Met(is_near, ask_at=self._clock() + ASK_FIRST_S)
+            if is_near and not met.is_within_reach:
+                met.local = self._connect(name, reply, met)
+            if met.local is not None:  # and when it goes, the next fetch asks at once
+                met.ask_at, met.wait_s, met.said = 0.0, ASK_FIRST_S, ""
+            with self._lock:
+                self._met[name] = met
             return met.local
 
-    def _connect(self, name: PeerName, reply: page_transfer_pb2.MeetReply) -> NodeSession | None:
+    def _connect(self, name: PeerName, reply: page_transfer_pb2.MeetReply, met: _Met) -> NodeSession | None:
+        if not reply.socket_path:
+            return None  # its cache is away, or it doesn't share its memory
         try:
             return exchange_local.connect(
                 reply.socket_path, self._worker_id, reply.node_id, reply.incarnation
             )
         except (OSError, ValueError) as error:
-            self._note(f"pages of node {name[0]}, on this machine, come by gRPC: {error}")
+            if str(error) != met.said:
+                met.said = str(error)
+                self._note(f"pages of node {name[0]}, on this machine, come by gRPC: {error}")
             return None

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from kvtier.cluster.exchange_node import NodeGone, NodeSession, Order
+from kvtier.cluster.exchange_node import NodeGone, NodeSession, Order, is_damaged
 from kvtier.tier.messages import HostPage
-from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt, page_checksum
+from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, PageCorrupt
 from kvtier.tier.peer import Call, Ending, Interrupted, PageSink, PagesRequest, PeerFailed
 
 CONNECT_TIMEOUT_S = 1.0  # a run waits for it, and can't be interrupted meanwhile
@@ -89,18 +89,9 @@ class LocalChannel:
                 slot[HEADER_BYTES : HEADER_BYTES + nbytes] as payload,
             ):
                 try:
-                    with slot[:PACKED_ENVELOPE_BYTES] as packed:
-                        sink.page(_envelope(packed), packed)
-                    sink.piece(payload)
+                    sink.take([(bytes(slot[:PACKED_ENVELOPE_BYTES]), payload)])
                 except PageCorrupt:
-                    if page_checksum(page.key, page.variant, page.spec_digest, payload) != page.checksum:
+                    if is_damaged(page, slot):
                         return [page]
                     raise  # a whole page, but not the one asked for
         return []
-
-
-def _envelope(packed: memoryview) -> Envelope:
-    try:
-        return Envelope.unpack(packed)
-    except UnicodeDecodeError as error:
-        raise PageCorrupt(f"a variant that is no text ({error.reason})") from error

@@ -6,8 +6,10 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import inf
 from queue import Empty, SimpleQueue
 
 from kvtier.tier.ipc import NodeClient, NodeRefused
@@ -26,12 +28,16 @@ from kvtier.tier.messages import (
     ToNode,
     ToWorker,
 )
+from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt
 from kvtier.tier.peer import Ending, PagesRequest
 
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S, RETRY_LAST_S = 0.05, 2.0
 CONNECT_TIMEOUT_S = 5.0
+SAVE_WAIT_S = (
+    0.75  # less than the shortest deadline of a Fetch, and than what a peer is given before it counts as slow
+)
 
 Order = Fetch | CancelFetch
 
@@ -184,6 +190,9 @@ class NodeSession:
 class Reading:
     """The pages of one request as a node comes up with them, each leased until `copied` or `release`.
 
+    What a worker there is to save first is waited for SAVE_WAIT_S at most, since it may be in a long step: it, and what is
+    behind it, does not come then, which is no fault of the node.
+
     One thread uses it; `wake` may be called from any.
     """
 
@@ -194,6 +203,8 @@ class Reading:
         self._queue: SimpleQueue[Located | Loaded | LoadFailed | None] = SimpleQueue()
         self._is_located = False
         self._loading: set[int] = set()
+        self._saving: set[int] = set()  # of these
+        self._saved_by = inf  # when these are waited for no more
         self._wanted = sum(not have for have in request.held)
         self._given = 0
         self._missing: Missing | None = None
@@ -208,9 +219,12 @@ class Reading:
 
     def take(self, timeout_s: float) -> list[HostPage]:
         """Pages that came; none when they don't within `timeout_s`, or at `wake`. Raises NodeGone."""
+        if self._saving:
+            timeout_s = min(timeout_s, self._saved_by - time.monotonic())
         try:
             message = self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
         except Empty:
+            self._end_saving()
             return []
         if self._session.lost.is_set():
             raise NodeGone(f"the cache of node {self._session.node_id} went away")
@@ -220,15 +234,17 @@ class Reading:
             case Located():
                 self._is_located = True
                 self._loading = {page for _, page in message.loading}
+                self._saving = {page for _, page in message.saving}
+                self._saved_by = time.monotonic() + SAVE_WAIT_S
                 self._missing = message.missing
                 return self._fitting(message.host)
             case Loaded():
-                self._loading -= {page.page[1] for page in message.pages}
+                came = {page.page[1] for page in message.pages}
+                self._loading -= came
+                self._saving -= came
                 return self._fitting(message.pages)
             case LoadFailed():
-                self._loading = {page for page in self._loading if page < message.missing.page}
-                if self._missing is None or message.missing.page < self._missing.page:
-                    self._missing = message.missing
+                self._end_at(message.missing)
                 return []
 
     @property
@@ -243,6 +259,20 @@ class Reading:
         return Ending(
             "load_failed", f"node {self._session.node_id} has pages of another size, or in another place"
         )
+
+    def _end_saving(self) -> None:
+        """Give up what is saved too late."""
+        if self._saving and time.monotonic() >= self._saved_by:
+            self._end_at(
+                Missing(min(self._saving), "unsaved", "only a worker there may have it, and it is busy")
+            )
+
+    def _end_at(self, missing: Missing) -> None:
+        """A page won't come, nor any behind it."""
+        self._loading = {page for page in self._loading if page < missing.page}
+        self._saving = {page for page in self._saving if page < missing.page}
+        if self._missing is None or missing.page < self._missing.page:
+            self._missing = missing
 
     def copied(self, pages: list[HostPage], nbytes: int, seconds: float, corrupt: list[HostPage]) -> None:
         """These pages are no longer needed in L3. Raises NodeGone."""
@@ -260,16 +290,28 @@ class Reading:
     def _fitting(self, pages: list[HostPage]) -> list[HostPage]:
         """Those that are as asked for; leases of others end with `release`."""
         request = self._request
+        keys, first = request.keys, request.first_page
+        kind = request.variant, request.spec_digest, request.payload_bytes
         found = []
         for page in pages:
-            chain, index = page.page[0], page.page[1] - request.first_page
-            if chain != 0 or not 0 <= index < len(request.keys):
+            chain, number = page.page
+            if chain != 0 or not first <= number < first + len(keys) or page.key != keys[number - first]:
                 continue
-            wanted = request.keys[index], request.variant, request.spec_digest, request.payload_bytes
-            if (page.key, page.variant, page.spec_digest, page.grant.payload_bytes) == wanted:
+            if (page.variant, page.spec_digest, page.grant.payload_bytes) == kind:
                 found.append(page)
         self._given += len(found)
         return found
+
+
+def is_damaged(page: HostPage, slot: memoryview) -> bool:
+    """Whether a leased slot holds something else than its node says: envelope or payload, as a worker's load would find."""
+    try:
+        found = Envelope.unpack(slot[:PACKED_ENVELOPE_BYTES])
+        found.verify(slot[HEADER_BYTES : HEADER_BYTES + page.grant.payload_bytes])
+    except (PageCorrupt, UnicodeDecodeError):
+        return True
+    said = page.key, page.variant, page.spec_digest, page.checksum, page.tokens
+    return (found.key, found.variant, found.spec_digest, found.checksum, found.tokens) != said
 
 
 def run_or_exit(run: Callable[[], None]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvtier.cluster import exchange_wire as wire
-from kvtier.cluster.exchange_node import NodeGone, NodeSession, Reading
+from kvtier.cluster.exchange_node import NodeGone, NodeSession, Reading, is_damaged
 from kvtier.tier.messages import HostPage
-from kvtier.tier.page import HEADER_BYTES, Buffer, page_checksum
-from kvtier.tier.peer import FRAME_BYTES, Ending, PagesRequest, page_head
+from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, Buffer
+from kvtier.tier.peer import FRAME_BYTES, Ending, PagesRequest, page_length
 
 COPIED_BYTES = 8 * 2**20  # whose leases are ended at once: telling the node of each frame costs it a turn
 
@@ -62,7 +62,10 @@ class PageSender:
             ready += self._at_hand(0.0 if ready else left_s(), per_frame - len(ready))
             if ready:
                 batch, ready = ready[:per_frame], ready[per_frame:]
-                yield from self._large(batch[0]) if payload_bytes > FRAME_BYTES else self._frame(batch)
+                if payload_bytes > FRAME_BYTES:
+                    yield from self._large(batch[0])
+                elif frame := self._frame(batch):
+                    yield frame
             elif self._reading.ending is not None or left_s() <= 0:
                 return
 
@@ -76,53 +79,50 @@ class PageSender:
             found += pages
         return found
 
-    def _frame(self, pages: list[HostPage]) -> Iterator[bytes]:
-        """One frame with several pages, whose leases end."""
+    def _frame(self, pages: list[HostPage]) -> bytes:
+        """One frame with several pages, whose leases end; with fewer, or empty, where a copy is damaged."""
         start = time.perf_counter()
         parts: list[Buffer] = []
-        views: list[memoryview] = []
         corrupt: list[HostPage] = []
+        length = page_length(self._request.payload_bytes)
+        end = HEADER_BYTES + self._request.payload_bytes
+        slot_of, checks = self._session.slot, self._request.checks
         with self._reads_slots():
             for page in pages:
-                slot = self._session.slot(page.grant)
-                payload = slot[HEADER_BYTES : HEADER_BYTES + page.grant.payload_bytes]
-                views += (payload, slot)
-                if self._is_damaged(page, payload):
+                slot = slot_of(page.grant)
+                if checks and is_damaged(page, slot):
                     corrupt.append(page)
                     break  # what is behind it is of no use
-                parts += (page_head(slot, len(payload)), payload)
+                parts += (slot[:PACKED_ENVELOPE_BYTES], length, slot[HEADER_BYTES:end])
             frame = wire.pages_frame(parts) if parts else b""
-            for view in views:
-                view.release()
-        self._sent(pages, len(parts) // 2, time.perf_counter() - start, corrupt)
-        if frame:
-            yield frame
+        self._sent(pages, len(parts) // 3, time.perf_counter() - start, corrupt)
+        return frame
 
     def _large(self, page: HostPage) -> Iterator[bytes]:
-        """Several frames with one page, whose lease ends behind the last one."""
+        """Several frames with one page, whose lease ends behind the last one; none where its copy is damaged."""
         nbytes = page.grant.payload_bytes
         seconds = 0.0
         for at in range(0, nbytes, FRAME_BYTES):
             start = time.perf_counter()
-            with (
-                self._reads_slots(),
-                self._session.slot(page.grant) as slot,
-                slot[HEADER_BYTES : HEADER_BYTES + nbytes] as payload,
-            ):
-                if at == 0 and self._is_damaged(page, payload):
-                    self._sent([page], 0, 0.0, [page])
-                    return
-                head = page_head(slot, nbytes) if at == 0 else b""
-                with payload[at : at + FRAME_BYTES] as piece:
-                    frame = wire.pages_frame((head, piece))
+            frame = self._part(page, at)
             seconds += time.perf_counter() - start
+            if not frame:
+                self._sent([page], 0, seconds, [page])
+                return
             yield frame
         self._sent([page], 1, seconds, [])
 
-    def _is_damaged(self, page: HostPage, payload: memoryview) -> bool:
-        return self._request.checks and (
-            page_checksum(page.key, page.variant, page.spec_digest, payload) != page.checksum
-        )
+    def _part(self, page: HostPage, at: int) -> bytes:
+        """The frame with a large page's bytes from `at` on; empty where its copy is damaged."""
+        with self._reads_slots():
+            slot = self._session.slot(page.grant)
+            payload = slot[HEADER_BYTES : HEADER_BYTES + page.grant.payload_bytes]
+            parts: list[Buffer] = []
+            if at == 0:
+                if self._request.checks and is_damaged(page, slot):
+                    return b""
+                parts += (slot[:PACKED_ENVELOPE_BYTES], page_length(page.grant.payload_bytes))
+            return wire.pages_frame([*parts, payload[at : at + FRAME_BYTES]])
 
     def _sent(self, pages: list[HostPage], num_sent: int, seconds: float, corrupt: list[HostPage]) -> None:
         self.num_pages += num_sent

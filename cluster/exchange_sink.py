@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
 
 from kvtier.cluster.exchange_node import NodeSession
-from kvtier.tier.messages import Fetch, FetchPage, Stored, StoredPage
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageCorrupt, page_hasher
-from kvtier.tier.peer import Expected, PagesRequest
+from kvtier.tier.messages import Fetch, Grant, Stored, StoredPage
+from kvtier.tier.page import HEADER_BYTES, PageCorrupt, page_hasher
+from kvtier.tier.peer import Expected, PageHead, PagesRequest, Piece
 
 # Of a checked copy: it leaves them in the core's own cache, where the checksum finds them (as in tier/host.py).
 _PIECE_BYTES = 256 * 1024
@@ -31,37 +31,24 @@ class SlotSink:
         came: Callable[[tuple[bytes, ...], int], None],
     ) -> None:
         self._session = session
-        self._fetch = fetch
-        self._pages: dict[bytes, FetchPage] = {page.key: page for page in fetch.pages}
+        self._request = request
+        self._grants = [page.grant for page in fetch.pages]
         self._expected = Expected(request)
         self._came = came
-        self._envelope: Envelope | None = None  # of the page that has begun
+        self._head: PageHead | None = None  # of the page that has begun
         self._packed = b""
         self._hasher: xxhash.xxh3_128
         self._at = 0
         self._stored: list[StoredPage] = []
         self._nbytes = 0  # since `came` was told
 
-    def page(self, envelope: Envelope, packed: memoryview) -> None:
-        """A page begins."""
-        assert self._envelope is None
-        self._expected.take(envelope)
-        self._envelope, self._packed, self._at = envelope, bytes(packed), 0
-        self._hasher = page_hasher(envelope.key, envelope.variant, envelope.spec_digest)
-
-    def piece(self, data: memoryview) -> None:
-        """The next bytes of its payload; the last ones seal it."""
-        envelope = self._envelope
-        assert envelope is not None
-        session, grant = self._session, self._pages[envelope.key].grant
-        with session.touching(), session.slot(grant) as slot:
-            start = HEADER_BYTES + self._at
-            with slot[start : start + len(data)] as target:
-                _copy(target, data, self._hasher)
-            self._at += len(data)
-            self._nbytes += len(data)
-            if self._at == envelope.payload_bytes:
-                self._seal(envelope, slot)
+    def take(self, pieces: Iterable[Piece]) -> None:
+        """Each goes where its page's slot wants it; the last one of a page seals it."""
+        with self._session.touching():
+            for packed, data in pieces:
+                if packed is not None:
+                    self._begin(bytes(packed))
+                self._add(data)
 
     def flush(self) -> None:
         """Tell the node of the pages that are whole."""
@@ -71,27 +58,46 @@ class SlotSink:
             self._came(tuple(page.key for page in self._stored), self._nbytes)
         self._stored, self._nbytes = [], 0
 
-    def _seal(self, envelope: Envelope, slot: memoryview) -> None:
-        if self._hasher.digest() != envelope.checksum:
-            raise PageCorrupt(f"checksum of page {envelope.key.hex()[:16]} differs")
+    def _begin(self, packed: bytes) -> None:
+        assert self._head is None
+        head = self._head = self._expected.take(packed)
+        self._packed, self._at = packed, 0
+        self._hasher = page_hasher(head.key, self._request.variant, self._request.spec_digest)
+
+    def _add(self, data: memoryview) -> None:
+        head = self._head
+        assert head is not None
+        grant = self._grants[head.index]
+        slot = self._session.slot(grant)
+        start = HEADER_BYTES + self._at
+        _copy(slot[start : start + len(data)], data, self._hasher)
+        self._at += len(data)
+        self._nbytes += len(data)
+        if self._at == grant.payload_bytes:
+            self._seal(head, grant, slot)
+
+    def _seal(self, head: PageHead, grant: Grant, slot: memoryview) -> None:
+        if self._hasher.digest() != head.checksum:
+            raise PageCorrupt(f"checksum of page {head.key.hex()[:16]} differs")
         slot[: len(self._packed)] = self._packed
+        request = self._request
         self._stored.append(
             StoredPage(
-                grant=self._pages[envelope.key].grant,
-                key=envelope.key,
-                variant=envelope.variant,
-                made_from=envelope.made_from,
-                spec_digest=envelope.spec_digest,
-                root=envelope.root,
-                parent=envelope.parent,
-                tenant=envelope.tenant,
-                depth=envelope.depth,
-                tokens=envelope.tokens,
-                checksum=envelope.checksum,
+                grant=grant,
+                key=head.key,
+                variant=request.variant,
+                made_from=head.made_from,
+                spec_digest=request.spec_digest,
+                root=request.root,
+                parent=head.parent,
+                tenant=request.tenant,
+                depth=head.depth,
+                tokens=head.tokens,
+                checksum=head.checksum,
                 content=b"",  # which prompt it begins, only the node that computed it knows
             )
         )
-        self._envelope = None
+        self._head = None
 
 
 def _copy(target: memoryview, source: memoryview, hasher: xxhash.xxh3_128) -> None:
@@ -100,7 +106,8 @@ def _copy(target: memoryview, source: memoryview, hasher: xxhash.xxh3_128) -> No
         target[:] = source
         hasher.update(target)
         return
+    arrived, sent = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     for at in range(0, len(target), _PIECE_BYTES):
-        with target[at : at + _PIECE_BYTES] as part:
-            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source[at : at + _PIECE_BYTES], np.uint8))
-            hasher.update(part)
+        part = arrived[at : at + _PIECE_BYTES]
+        np.copyto(part, sent[at : at + _PIECE_BYTES])
+        hasher.update(part)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ Frames of pages are FetchFrame messages, written and read here without protobuf'
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,15 +80,16 @@ def address_of(host: str, port: int) -> str:
 def why_not_bound(host: str, port: int) -> str:
     """Why nothing can listen there; gRPC itself only says that it failed."""
     bare = host.strip("[]")
-    reason = "it can't be bound"
+    reason, way_out = "it can't be bound", "set transfer.port to another (0: any free one)"
     try:
         with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probe:
             probe.bind((bare, port))
     except OSError as error:
         reason = error.strerror or str(error)
-    return (
-        f"can't listen on {address_of(host, port)}: {reason}; set transfer.port to another (0: any free one)"
-    )
+        is_of_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        if is_of_host:
+            way_out = "leave transfer.host empty, or set it to a network that each node has an address in, such as 10.1.0.0/16"
+    return f"can't listen on {address_of(host, port)}: {reason}; {way_out}"
 
 
 # ---- requests --------------------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ def from_message(message: page_transfer_pb2.FetchRequest) -> PagesRequest:
 
 def pages_frame(parts: Sequence[Buffer]) -> bytes:
     """A FetchFrame whose `pages` are these parts, copied once."""
-    length = sum(len(part) for part in parts)
+    length = sum(map(len, parts))
     return b"".join((_PAGES, _varint(length), *parts))
 
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from kvtier.cluster.config import GrpcConfig, TenantConfig
-from kvtier.cluster.gateway_ask import Silence, within
+from kvtier.cluster.gateway_ask import Shared, Silence, within
 from kvtier.cluster.gateway_attach import CONNECT_S, Attachments
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
 from kvtier.cluster.gateway_core import GatewayCore
@@ -27,14 +27,19 @@ from kvtier.cluster.gateway_ports import HEALTH_S, HEALTHY, UNHEALTHY, Outcomes,
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError, GatewayServer
 from kvtier.cluster.gateway_status import Condition
-from kvtier.cluster.routing import Held, Policy
+from kvtier.cluster.held import Held
+from kvtier.cluster.part_states import PartState, show
+from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import PageInfo
+from kvtier.tier.by_key import HeldKeys
+from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, WorkerInfo, WorkerStopped
 from kvtier.workers.model_text import Text, TextError
+from kvtier.workers.pulse import TURN_S
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +86,9 @@ class GatewayActor:
         self._endpoint = ""
         self._since_s = 0.0
         self._directory: RayDirectory | None = None
+        self._states: list[PartState] = []
+        self._status = Shared(self._asked_status)
+        self._looking: asyncio.Task[None] | None = None
         self._core: GatewayCore
         self._cache: CacheVerbs
         self._receiver: OutputReceiver
@@ -121,6 +129,7 @@ class GatewayActor:
         await self._connect_outputs({info.worker_id: port for info, port in there})
         for port in silent:
             self._attachments.look_for(port)
+        self._looking = loop.create_task(self._look())
         calls = max(len(workers), self._worker_count) * self._max_sequences
         self._server = GatewayServer(self._core, self._cache, self.status, self._grpc_config, calls)
         self._endpoint = await self._server.start()
@@ -144,12 +153,12 @@ class GatewayActor:
             raise GatewayError("the exchange to attach is dead: start it first") from error
         except Silence as silence:
             raise GatewayError(f"the exchange to attach {silence}: try again") from silence
-        self._core.addresses[info["node_id"]] = info["address"]
+        self._core.addresses.attach(info["node_id"], info["address"])
 
     async def detach_exchange(self, node_id: str) -> None:
         """A node's exchange is gone: nobody is told of its address any more, until one is attached."""
         if self._endpoint:
-            self._core.addresses.pop(node_id, None)
+            self._core.addresses.drop(node_id)
 
     async def _attach_if_living(self, exchange: ActorHandle[Any]) -> None:
         try:
@@ -160,9 +169,12 @@ class GatewayActor:
     async def attach_node(self, handle: ActorHandle[Any]) -> None:
         """A node is there, new or started anew. Raises GatewayError."""
         try:
-            self._cache.attach_node(await _node(handle))
+            node = await within(CONNECT_S, _node(handle))
         except RayActorError as error:
             raise GatewayError("the node to attach is dead: start it first") from error
+        except Silence as silence:
+            raise GatewayError(f"the node to attach {silence}: try again") from silence
+        self._cache.attach_node(node)
 
     async def _connect_outputs(self, workers: Mapping[str, RayWorker]) -> None:
         self._receiver = OutputReceiver(
@@ -176,6 +188,11 @@ class GatewayActor:
         self._attachments = Attachments(self._core, self._receiver, address, check)
         await self._attachments.connect(workers)
 
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_S)
+            self._core.look()
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give those in flight `grace_s`, cancel the rest, and close."""
         if not self._endpoint:
@@ -183,14 +200,32 @@ class GatewayActor:
         self._core.stop()
         await self._server.stop(grace_s)
         await self._core.settle()
+        if self._looking is not None:
+            self._looking.cancel()
         self._attachments.close()
         self._receiver.close()
         self._core.close()
 
+    async def attach_directory(self, handle: ActorHandle[Any]) -> None:
+        """The directory was made anew: this one is asked from now on."""
+        if self._directory is not None:
+            self._directory.is_now(handle)
+
+    async def hear_states(self, states: list[PartState]) -> None:
+        """How parts are that others watch, until the next call."""
+        self._states = states
+
+    async def pulse(self) -> float:
+        """Seconds since the event loop turned: 0, since it is what answers."""
+        return 0.0
+
     async def status(self) -> inference_pb2.StatusReply:
         """What is running, as `kvtier status` shows it."""
+        return await self._status.answer()
+
+    async def _asked_status(self) -> inference_pb2.StatusReply:
         info = self._core.info
-        return inference_pb2.StatusReply(
+        reply = inference_pb2.StatusReply(
             endpoint=self._endpoint,
             model=inference_pb2.ModelStatus(
                 name=self._model_name,
@@ -214,6 +249,7 @@ class GatewayActor:
             since=self._since_s,
             directory=await self._directory.status() if self._directory else None,
         )
+        return show(self._states, reply)
 
 
 Gateway = ray.remote(num_cpus=0)(GatewayActor)
@@ -270,6 +306,18 @@ class RayOwner:
         pages: list[PageInfo] = await self._call("pages", tenant, tier, limit)
         return pages
 
+    async def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
+        pages: list[PageInfo] = await self._call("pages_of", keys)
+        return pages
+
+    async def held(self, keys: bytes) -> list[HeldKeys]:
+        held: list[HeldKeys] = await self._call("held", keys)
+        return held
+
+    async def keys_with(self, heads: list[str], limit: int) -> list[list[bytes]]:
+        found: list[list[bytes]] = await self._call("keys_with", heads, limit)
+        return found
+
     async def pin(self, keys: list[bytes]) -> Outcomes:
         outcomes: Outcomes = await self._call("pin", keys)
         return outcomes
@@ -282,12 +330,20 @@ class RayOwner:
         outcomes: Outcomes = await self._call("evict", keys, tier)
         return outcomes
 
-    async def clear(self, tenant: Tenant) -> Outcomes:
-        outcomes: Outcomes = await self._call("clear", tenant)
+    async def evict_all(self, tier: TierName | None) -> ManyOutcomes:
+        outcomes: ManyOutcomes = await self._call("evict_all", tier)
         return outcomes
 
-    async def verify(self, keys: list[bytes] | None) -> Outcomes:
+    async def clear(self, tenant: Tenant) -> ManyOutcomes:
+        outcomes: ManyOutcomes = await self._call("clear", tenant)
+        return outcomes
+
+    async def verify(self, keys: list[bytes]) -> Outcomes:
         outcomes: Outcomes = await self._call("verify", keys)
+        return outcomes
+
+    async def verify_all(self) -> ManyOutcomes:
+        outcomes: ManyOutcomes = await self._call("verify_all")
         return outcomes
 
     async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
@@ -345,6 +401,10 @@ class RayDirectory:
         self._pid = 0
         self._condition = Condition(time.time())
 
+    def is_now(self, handle: ActorHandle[Any]) -> None:
+        """It was made anew."""
+        self._handle = handle
+
     async def status(self) -> inference_pb2.DirectoryStatus:
         """As `kvtier status` shows it."""
         try:
@@ -373,7 +433,7 @@ class RayDirectory:
             found = await self._handle.lookup.remote(keys)
         except RayError as error:
             raise OwnerDown(f"the directory does not answer: {type(error).__name__}") from error
-        return [Held(one.node_id, one.worker_id, one.tier, one.address, one.pages) for one in found]
+        return [*map(Held._make, found)]
 
 
 async def _living(workers: Sequence[RayWorker]) -> tuple[list[tuple[WorkerInfo, RayWorker]], list[RayWorker]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from itertools import count
 from typing import Protocol
 
+from kvtier.cluster.gateway_ask import Silence, within
 from kvtier.cluster.gateway_flights import Flights
 from kvtier.cluster.gateway_outputs import OutputReceiver
 from kvtier.cluster.gateway_ports import OwnerDown, WorkerPort
@@ -74,14 +75,19 @@ class Attachments:
         return ""
 
     async def attach(self, port: AttachedPort) -> str:
-        """A worker is there, new or started anew, and takes requests from now on. Its id. Raises GatewayError."""
+        """A worker is there, new or started anew, and takes requests from now on. Its id. Raises GatewayError.
+
+        One that leaves any of its questions unanswered for CONNECT_S is not attached.
+        """
         try:
-            info = await port.info()
+            info = await within(CONNECT_S, port.info())
             async with self._attaching.setdefault(info.worker_id, asyncio.Lock()):
                 if not self._is_connected(info):
                     await self._connect(info, port)
         except (OwnerDown, Refusal) as error:
             raise GatewayError(f"the worker can't be attached: {error}") from error
+        except Silence as silence:
+            raise GatewayError(f"the worker to attach {silence}: try again") from silence
         return info.worker_id
 
     def detach(self, worker_id: str) -> bool:
@@ -119,16 +125,14 @@ class Attachments:
             if worker_id and not self._is_missed(worker_id, port):
                 return  # taken out, or attached by another
             try:
-                async with asyncio.timeout(CONNECT_S):
-                    found = await self.attach(port)
-            except (GatewayError, TimeoutError) as error:
+                found = await self.attach(port)
+            except GatewayError as error:
                 if not worker_id and isinstance(error.__cause__, OwnerDown):
                     return  # whoever starts it anew attaches it
-                why = str(error) or f"it does not answer within {CONNECT_S:g} s"
                 if attempt == len(RETRY_S):
                     name, pause_s = worker_id or "that says nothing", RETRY_S[-1]
                     log.error(
-                        "worker %s does not come back by itself, tried every %g s: %s", name, pause_s, why
+                        "worker %s does not come back by itself, tried every %g s: %s", name, pause_s, error
                     )
             else:
                 log.warning("worker %s is connected%s", found, " again" if worker_id else "")
@@ -148,15 +152,15 @@ class Attachments:
     async def _connect(self, info: WorkerInfo, port: AttachedPort) -> None:
         worker_id = info.worker_id
         self._check(info)
-        wrong = await port.health()
+        wrong = await within(CONNECT_S, port.health())
         if wrong is not None:
             raise GatewayError(f"worker {worker_id} is not well: {wrong}")
         self._flights.lose_worker(worker_id, "it was started anew")
         self._receiver.expect(worker_id)
         try:
-            await port.connect_gateway(self._address, self._receiver.secret)
+            await within(CONNECT_S, port.connect_gateway(self._address, self._receiver.secret))
             await self._receiver.wait_complete(CONNECT_S, worker_id)
-        except (OwnerDown, Refusal, OSError, TimeoutError) as error:
+        except (OwnerDown, Refusal, OSError, TimeoutError, Silence) as error:
             self._receiver.forget(worker_id)
             raise GatewayError(f"worker {worker_id} can't connect its outputs: {error}") from error
         if not self._receiver.is_connected(worker_id):

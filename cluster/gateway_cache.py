@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +15,10 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from kvtier.cluster import gateway_record
-from kvtier.cluster.gateway_ask import Call, Silence, answers_of, within
-from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster import gateway_find, gateway_outcomes, gateway_record
+from kvtier.cluster.gateway_ask import Call, Shared, Silence, answers_of, together, within
+from kvtier.cluster.gateway_core import THREADED_PROMPT, GatewayCore
+from kvtier.cluster.gateway_find import KEY_DIGITS, TIER_ORDER
 from kvtier.cluster.gateway_ports import (
     DEAD,
     HEALTH_S,
@@ -37,36 +36,25 @@ from kvtier.cluster.gateway_status import Condition
 from kvtier.cluster.gateway_streams import Attempt, usage_message
 from kvtier.cluster.gateway_workers import Worker
 from kvtier.proto import cache_pb2, inference_pb2
-from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.base import PageInfo
+from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
-from kvtier.tier.page import TierName
+from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.page import PageKey, TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import Ledger, to_json
 from kvtier.workers.api import Explanation
 
-MIN_KEY_DIGITS = 4
-KEY_DIGITS = 64
 DEFAULT_LIST = 100
-MAX_LIST = 100_000  # copies in one reply
-MAX_KEYS = 100_000  # in one request
-MAX_EXCEPTIONS = 10_000  # keys listed by verbs that name none
-ALL_PAGES = 2**31 - 1  # for looking through what an owner holds
+MAX_LIST = 10_000  # copies in one reply: more would hold up the loop for a tenth of a second
+RECORDED_AT_ONCE = 32  # owners' counters in a turn of the loop: about 0.1 ms each
 ASK_S = 10.0  # an owner that doesn't answer in this time is not waited for
 WORK_S = 600.0  # the same where it may have to read or wipe all that it holds
 _DIGEST = re.compile("[0-9a-f]{32}")  # of a tenant, as pages are listed with it
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_NUMBERS = {
-    Outcome.ACCEPTED: cache_pb2.OUTCOME_ACCEPTED,
-    Outcome.CLIPPED: cache_pb2.OUTCOME_CLIPPED,
-    Outcome.DEFERRED: cache_pb2.OUTCOME_DEFERRED,
-    Outcome.REJECTED: cache_pb2.OUTCOME_REJECTED,
-    Outcome.MISSING: cache_pb2.OUTCOME_MISSING,
-}
-_TIER_ORDER = {tier.value: position for position, tier in enumerate(TierName)}
 
 
 class Node:
@@ -105,7 +93,7 @@ class CacheVerbs:
         self._names = {tenant_digest(name).hex(): name for name in salts}
         self._ledger = Ledger()
         self._counted: dict[str, Worker] = {}  # the life of each worker that the ledger has a snapshot of
-        self._counting = asyncio.Lock()  # snapshots are recorded in the order in which they are made
+        self._stats = Shared(self._count)  # so snapshots are recorded in the order in which they are made
 
     async def stats(self) -> cache_pb2.StatsReply:
         """All counters, added up over the owners there are and were.
@@ -113,16 +101,21 @@ class CacheVerbs:
         Of an owner that died or started anew it knows what the last call of this method saw. Raises Refusal unless
         every living owner answers: without one of them the sum would be too small.
         """
-        async with self._counting:
-            self._lose_replaced()
-            there = dict(self._core.workers)
-            for owner_id, snapshot in await self._ask(lambda port: port.stats()):
-                self._ledger.record(owner_id, snapshot)
-                if owner_id in there:
-                    self._counted[owner_id] = there[owner_id]
-            for owner_id in self._lost():
-                self._ledger.lose(owner_id)
-            totals = to_json(self._ledger.total())
+        return await self._stats.answer()
+
+    async def _count(self) -> cache_pb2.StatsReply:
+        self._lose_replaced()
+        there = dict(self._core.workers)
+        answers = await self._ask(lambda port: port.stats())
+        for number, (owner_id, snapshot) in enumerate(answers, 1):
+            self._ledger.record(owner_id, snapshot)
+            if owner_id in there:
+                self._counted[owner_id] = there[owner_id]
+            if number % RECORDED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        for owner_id in self._lost():
+            self._ledger.lose(owner_id)
+        totals = to_json(self._ledger.total())
         tiers = totals.pop("tiers")
         return cache_pb2.StatsReply(
             tiers={name: cache_pb2.TierStats(**numbers) for name, numbers in tiers.items()}, **totals
@@ -132,42 +125,40 @@ class CacheVerbs:
         """The head of a prompt that is held somewhere, page by page."""
         tenant = self._core.tenant(message.tenant)
         ids = await self._core.prompt_ids(message, self._core.limit())
-        info = self._core.info
-        step = info.page_tokens
-        keys = page_keys(
-            root_key(info.root_fields),
-            tenant_salt(tenant, self._salts[tenant]),
-            np.asarray(ids, dtype=np.int32),
-            step,
-        )
-        tiers: dict[str, set[str]] = {}
-        variants: dict[str, set[str]] = {}
-        for page in await self._all_pages(tenant):
-            if page.state == "sealed":
-                tiers.setdefault(page.key, set()).add(page.tier.value)
-                variants.setdefault(page.key, set()).add(page.variant)
+        step = self._core.info.page_tokens
         reply = cache_pb2.LookupReply(prompt_tokens=len(ids))
-        for position, key in enumerate(keys):
-            found = tiers.get(key.hex())
-            if not found:
+        for keys in gateway_find.parts(await self._prompt_keys(tenant, ids)):
+            found = await self._held_first(keys)
+            for key, (tiers, variants) in zip(keys, found, strict=False):
+                start = step * len(reply.pages)
+                reply.pages.add(key=key.hex(), start=start, end=start + step, tiers=tiers, variants=variants)
+            if len(found) < len(keys):
                 break
-            reply.pages.add(
-                key=key.hex(),
-                start=position * step,
-                end=(position + 1) * step,
-                tiers=sorted(found, key=_TIER_ORDER.__getitem__),
-                variants=sorted(variants[key.hex()]),
-            )
         return reply
+
+    async def _prompt_keys(self, tenant: str, ids: Sequence[int]) -> list[PageKey]:
+        """Keys of a prompt's pages; a long one's are made off the loop."""
+        info, tokens = self._core.info, np.asarray(ids, dtype=np.int32)
+        salt = tenant_salt(tenant, self._salts[tenant])
+        make = partial(page_keys, root_key(info.root_fields), salt, tokens, info.page_tokens)
+        return make() if len(ids) < THREADED_PROMPT else await asyncio.to_thread(make)
+
+    async def _held_first(self, keys: Sequence[bytes]) -> list[tuple[list[str], list[str]]]:
+        """See gateway_find.held_first: what all owners say of these keys."""
+        answers = await self._ask(partial(_held, joined=b"".join(keys)))
+        return gateway_find.held_first((held for _, held in answers), len(keys))
 
     async def explain(self, message: cache_pb2.ExplainRequest) -> cache_pb2.ExplainReply:
         """What a worker that ran a request remembers of it, the first one if it can, and how it went on elsewhere."""
-        attempts = self._core.attempts(message.request_id)
-        # Else a gateway before this one may have had it: workers find it by the client's id.
-        names = [attempt.request_id for attempt in attempts] or [message.request_id]
+        attempts, living = self._core.attempts(message.request_id), self._living_workers()
         silent: list[str] = []
-        for name in names:
-            explanation = await self._explained(name, silent)
+        places: list[tuple[str, list[Worker]]] = [
+            (attempt.request_id, [one for one in living if one.info.worker_id == attempt.worker_id])
+            for attempt in attempts
+        ]
+        # Where it isn't known, a gateway before this one may have had it: workers find it by the client's id.
+        for name, workers in places or [(message.request_id, living)]:
+            explanation = await self._explained(name, workers, silent)
             if explanation is not None:
                 return _explain_reply(message.request_id, explanation, attempts)
         if silent:
@@ -177,21 +168,23 @@ class CacheVerbs:
             f"no worker remembers request {message.request_id!r}: only the latest ones are kept",
         )
 
-    async def _explained(self, name: str, silent: list[str]) -> Explanation | None:
-        """What any worker remembers of a request that had this name there; who doesn't answer goes into `silent`."""
-        for worker in self._living_workers():
+    async def _explained(self, name: str, workers: Iterable[Worker], silent: list[str]) -> Explanation | None:
+        """What the first of these workers remembers of a request that had this name there; who doesn't answer goes into
+        `silent`.
+        """
+
+        async def ask(worker: Worker) -> Explanation | None:
             try:
-                explanation = await within(ASK_S, worker.port.explain(name))
+                return await within(ASK_S, worker.port.explain(name))
             except OwnerDown as error:
                 self._core.lose(worker, str(error))
             except Silence as silence:
                 silent.append(f"{worker.info.worker_id} {silence}")
             except Refusal as refusal:
                 silent.append(refusal.message)
-            else:
-                if explanation is not None:
-                    return explanation
-        return None
+            return None
+
+        return next(filter(None, await together(map(ask, workers))), None)
 
     def _lose_replaced(self) -> None:
         """Of a worker that was taken out or started anew, what it counted before stays in the sum."""
@@ -201,22 +194,38 @@ class CacheVerbs:
                 del self._counted[worker_id]
 
     async def list_pages(self, message: cache_pb2.ListPagesRequest) -> cache_pb2.ListPagesReply:
-        """Copies of pages, those of the highest tier first."""
+        """Copies of pages, those of the highest tier first. Owners are asked until there are enough."""
         limit = message.limit or DEFAULT_LIST
         if limit > MAX_LIST:
             raise invalid(f"limit must be at most {MAX_LIST}, got {limit}")
         tenant = self._tenant(message.tenant)
-        tier = _checked_tier(message.tier)
-        answers = await self._ask(lambda port: port.pages(tenant, tier, limit + 1), self._owners(tenant))
-        return self._listed([page for _, pages in answers for page in pages], limit)
+        wanted = gateway_find.checked_tier(message.tier)
+        found: list[PageInfo] = []
+        for tier in TierName if wanted is None else (wanted,):
+            owners = self._owners(tenant, tier)
+            while owners and len(found) <= limit:
+                missing = limit + 1 - len(found)
+                at_once = max(1, gateway_find.MAX_ROWS // missing)
+                found += await self._pages_in(tier, tenant, missing, owners[:at_once])
+                owners = owners[at_once:]
+        return self._listed(found, limit)
+
+    async def _pages_in(
+        self, tier: TierName, tenant: Tenant, limit: int, owners: Sequence[_Owner]
+    ) -> list[PageInfo]:
+        answers = await self._ask(lambda port: port.pages(tenant, tier, limit), owners)
+        return [page for _, pages in answers for page in pages]
 
     async def show_page(self, message: cache_pb2.ShowPageRequest) -> cache_pb2.ListPagesReply:
         """All copies of one page."""
-        digits = _checked_key(message.key)
-        pages = [page for page in await self._all_pages(None) if page.key.startswith(digits)]
+        [digits] = await self._whole_keys([message.key])
+        pages: list[PageInfo] = []
+        if len(digits) == KEY_DIGITS:
+            key = bytes.fromhex(digits)
+            answers = await self._ask(lambda port: port.pages_of([key]))
+            pages = [page for _, copies in answers for page in copies]
         if not pages:
             raise Refusal(grpc.StatusCode.NOT_FOUND, f"no tier holds a page with key {digits}")
-        _only_one(digits, {page.key for page in pages})
         return self._listed(pages, MAX_LIST)
 
     async def pin(self, message: cache_pb2.KeysRequest) -> cache_pb2.OutcomesReply:
@@ -229,17 +238,11 @@ class CacheVerbs:
 
     async def evict(self, message: cache_pb2.EvictRequest) -> cache_pb2.OutcomesReply:
         """Drop pages from one tier or from all; without keys, all pages of a tier."""
-        tier = _checked_tier(message.tier)
+        tier = gateway_find.checked_tier(message.tier)
         if message.keys or tier is None:
             return await self._each_key(message.keys, lambda port, keys: port.evict(keys, tier), WORK_S)
-
-        async def evict_all(port: OwnerPort) -> Outcomes:
-            pages = await port.pages(None, tier, ALL_PAGES)
-            pages.sort(key=lambda page: -page.depth)  # a page takes those behind it along
-            keys = dict.fromkeys(page.key for page in pages)  # once, whatever variants of it there are
-            return await port.evict([bytes.fromhex(key) for key in keys], tier) if keys else []
-
-        return _exceptions(await self._ask(evict_all, limit_s=WORK_S))
+        owners = self._owners(tier=tier)
+        return await _of_all(await self._ask(lambda port: port.evict_all(tier), owners, WORK_S))
 
     async def clear(self, message: cache_pb2.ClearRequest) -> cache_pb2.OutcomesReply:
         """Drop and wipe all pages of a tenant, or of all."""
@@ -247,13 +250,13 @@ class CacheVerbs:
         answers = await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
         # Once more: a node may have fetched pages from one that was not yet cleared.
         await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
-        return _exceptions(answers)
+        return await _of_all(answers)
 
     async def verify(self, message: cache_pb2.KeysRequest) -> cache_pb2.OutcomesReply:
         """Compare checksums of these pages, or of all."""
         if message.keys:
             return await self._each_key(message.keys, lambda port, keys: port.verify(keys), WORK_S)
-        return _exceptions(await self._ask(lambda port: port.verify(None), limit_s=WORK_S))
+        return await _of_all(await self._ask(lambda port: port.verify_all(), limit_s=WORK_S))
 
     async def record(self, message: cache_pb2.RecordRequest) -> cache_pb2.RecordReply:
         """Have nodes and workers record what they hear. Where one can't, those that began end again."""
@@ -303,7 +306,7 @@ class CacheVerbs:
 
     async def node_statuses(self) -> list[inference_pb2.NodeStatus]:
         """Nodes as `kvtier status` shows them; asks each whether it lives."""
-        return list(await asyncio.gather(*(self._node_status(node) for node in self.nodes)))
+        return await together(map(self._node_status, self.nodes))
 
     async def _node_status(self, node: Node) -> inference_pb2.NodeStatus:
         health, detail = (DEAD, node.down) if node.down is not None else await asked_health(node.port)
@@ -324,7 +327,7 @@ class CacheVerbs:
             notes=notes,
             host=node.host,
             since=node.condition.is_now(health, time.time()),
-            exchange=self._core.addresses.get(node.node_id, ""),
+            exchange=self._core.addresses.of(node.node_id),
         )
 
     # ---- helpers -------------------------------------------------------------------------------------------------
@@ -345,16 +348,20 @@ class CacheVerbs:
             return self._names.get(digits) or bytes.fromhex(digits)
         return self._core.tenant(name)
 
-    def _owners(self, tenant: Tenant = None) -> list[_Owner]:
-        """The living ones that can hold a tenant's pages: what runs now gave workers none of a tenant not configured."""
-        nodes = [_Owner(node.node_id, node.port, node.lose) for node in self.nodes if node.down is None]
-        if isinstance(tenant, bytes):
-            return nodes
-        workers = [
-            _Owner(worker.info.worker_id, worker.port, partial(self._core.lose, worker))
-            for worker in self._living_workers()
-        ]
-        return workers + nodes
+    def _owners(self, tenant: Tenant = None, tier: TierName | None = None) -> list[_Owner]:
+        """The living ones that can hold a tenant's pages in a tier (None: in any).
+
+        What runs now gave workers none of a tenant that isn't configured.
+        """
+        owners = []
+        if tier in (None, TierName.HBM) and not isinstance(tenant, bytes):
+            owners += [
+                _Owner(worker.info.worker_id, worker.port, partial(self._core.lose, worker))
+                for worker in self._living_workers()
+            ]
+        if tier not in (TierName.HBM, TierName.REMOTE):
+            owners += [_Owner(node.node_id, node.port, node.lose) for node in self.nodes if node.down is None]
+        return owners
 
     async def _ask(
         self,
@@ -367,13 +374,9 @@ class CacheVerbs:
         calls = [Call(owner.owner_id, owner.lose, partial(call, owner.port)) for owner in asked]
         return await answers_of(calls, ASK_S if limit_s is None else limit_s)
 
-    async def _all_pages(self, tenant: str | None) -> list[PageInfo]:
-        answers = await self._ask(lambda port: port.pages(tenant, None, ALL_PAGES))
-        return [page for _, pages in answers for page in pages]
-
     def _listed(self, pages: list[PageInfo], limit: int) -> cache_pb2.ListPagesReply:
         pages.sort(
-            key=lambda page: (_TIER_ORDER[page.tier.value], page.tenant, page.root, page.depth, page.key)
+            key=lambda page: (TIER_ORDER[page.tier.value], page.tenant, page.root, page.depth, page.key)
         )
         reply = cache_pb2.ListPagesReply(more=len(pages) > limit)
         for page in pages[:limit]:
@@ -404,42 +407,43 @@ class CacheVerbs:
         limit_s: float | None = None,
     ) -> cache_pb2.OutcomesReply:
         keys = await self._whole_keys(given)
-        wanted = [bytes.fromhex(key) for key in dict.fromkeys(key for key in keys if len(key) == KEY_DIGITS)]
-        answers = await self._ask(lambda port: call(port, wanted), limit_s=limit_s) if wanted else []
-        # Owners are asked for keys that they may never have had: MISSING says nothing beside another's answer.
-        owners = _by_key(
-            (owner_id, [(key, outcome) for key, outcome in outcomes if outcome is not Outcome.MISSING])
-            for owner_id, outcomes in answers
-        )
-        reply = cache_pb2.OutcomesReply()
-        for key in keys:
-            _add_result(reply, key, owners.get(key, {}))
-        reply.counts.update(Counter(merged_outcome(owners.get(key, {}).values()).value for key in keys))
-        return reply
+        wanted = [bytes.fromhex(key) for key in dict.fromkeys(keys) if len(key) == KEY_DIGITS]
+        held = await self._held_by_owner(wanted)
+        calls = [
+            Call(owner.owner_id, owner.lose, partial(call, owner.port, held[owner.owner_id]))
+            for owner in self._owners()
+            if owner.owner_id in held
+        ]
+        answers = await answers_of(calls, ASK_S if limit_s is None else limit_s)
+        return gateway_outcomes.of_each(keys, answers)
+
+    async def _held_by_owner(self, keys: Sequence[bytes]) -> dict[str, list[bytes]]:
+        """Which of these keys each owner has, by its id: those that have none aren't asked about them any more."""
+        held: dict[str, list[bytes]] = {}
+        for some in gateway_find.parts(keys):
+            for owner_id, answer in await self._ask(partial(_held, joined=b"".join(some))):
+                if found := gateway_find.held_of(answer, some):
+                    held.setdefault(owner_id, []).extend(found)
+        return held
 
     async def _whole_keys(self, given: Sequence[str]) -> list[str]:
         """The keys asked for, heads made whole; a head that no page has stays as it is."""
-        if not given:
-            raise invalid("keys must name at least one page")
-        if len(given) > MAX_KEYS:
-            raise invalid(f"keys must be at most {MAX_KEYS}, got {len(given)}")
-        keys = [_checked_key(key) for key in given]
-        if all(len(key) == KEY_DIGITS for key in keys):
+        keys = gateway_find.checked_keys(given)
+        heads = gateway_find.heads_of(keys)
+        if not heads:
             return keys
-        held = sorted({page.key for page in await self._all_pages(None)})
-        return [key if len(key) == KEY_DIGITS else _completed(key, held) for key in keys]
+        limit = gateway_find.alike_limit(len(heads))
+        answers = await self._ask(lambda port: port.keys_with(heads, limit))
+        alike = gateway_find.alike(heads, (found for _, found in answers), limit)
+        return [(alike[key].whole() or key) if key in alike else key for key in keys]
 
 
-def merged_outcome(outcomes: Iterable[Outcome]) -> Outcome:
-    """One outcome over those of all owners of a key: later where one will follow, in part where they differ."""
-    seen = set(outcomes)
-    if not seen:
-        return Outcome.MISSING
-    if len(seen) == 1:
-        return seen.pop()
-    if seen == {Outcome.ACCEPTED, Outcome.DEFERRED}:
-        return Outcome.DEFERRED
-    return Outcome.CLIPPED
+async def _held(port: OwnerPort, joined: bytes) -> list[HeldKeys]:
+    return await port.held(joined)
+
+
+async def _of_all(answers: list[tuple[str, ManyOutcomes]]) -> cache_pb2.OutcomesReply:
+    return await asyncio.to_thread(gateway_outcomes.of_all, answers)
 
 
 def _explain_reply(
@@ -463,58 +467,3 @@ def _explain_reply(
             worker=after.worker_id, tokens=after.given, reason=f"{before.worker_id} {before.left}"
         )
     return reply
-
-
-def _by_key(answers: Iterable[tuple[str, Outcomes]]) -> dict[str, dict[str, Outcome]]:
-    owners: dict[str, dict[str, Outcome]] = {}
-    for owner_id, outcomes in answers:
-        for key, outcome in outcomes:
-            owners.setdefault(key.hex(), {})[owner_id] = outcome
-    return owners
-
-
-def _exceptions(answers: Iterable[tuple[str, Outcomes]]) -> cache_pb2.OutcomesReply:
-    """The reply of a verb that names no keys: all counted, those not ACCEPTED listed."""
-    reply = cache_pb2.OutcomesReply()
-    counts: Counter[str] = Counter()
-    for key, by_owner in _by_key(answers).items():
-        outcome = merged_outcome(by_owner.values())
-        counts[outcome.value] += 1
-        if outcome is not Outcome.ACCEPTED and len(reply.results) < MAX_EXCEPTIONS:
-            _add_result(reply, key, by_owner)
-    reply.counts.update(counts)
-    return reply
-
-
-def _add_result(reply: cache_pb2.OutcomesReply, key: str, by_owner: Mapping[str, Outcome]) -> None:
-    reply.results.add(
-        key=key,
-        outcome=_NUMBERS[merged_outcome(by_owner.values())],
-        owners={owner: _NUMBERS[outcome] for owner, outcome in by_owner.items()},
-    )
-
-
-def _checked_tier(name: str) -> TierName | None:
-    if name and name not in _TIER_ORDER:
-        raise invalid(f"tier must be one of {', '.join(_TIER_ORDER)}, got {name!r}")
-    return TierName(name) if name else None
-
-
-def _checked_key(key: str) -> str:
-    digits = key.strip().lower()
-    if not MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS or set(digits) - set("0123456789abcdef"):
-        raise invalid(f"a key is {MIN_KEY_DIGITS} to {KEY_DIGITS} hex digits, got {key[:80]!r}")
-    return digits
-
-
-def _completed(digits: str, held: Sequence[str]) -> str:
-    start = bisect.bisect_left(held, digits)
-    end = bisect.bisect_left(held, digits + "g")
-    _only_one(digits, held[start:end])
-    return held[start] if end > start else digits
-
-
-def _only_one(digits: str, keys: Iterable[str]) -> None:
-    count = len(set(keys))
-    if count > 1:
-        raise invalid(f"{count} pages have keys that begin with {digits}: give more digits")

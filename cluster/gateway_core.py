@@ -33,7 +33,8 @@ from kvtier.cluster.gateway_requests import (
 )
 from kvtier.cluster.gateway_signals import signals
 from kvtier.cluster.gateway_streams import Stream
-from kvtier.cluster.routing import Held, Policy
+from kvtier.cluster.held import Held
+from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
 from kvtier.tier.identity import page_keys, root_key, tenant_salt
 from kvtier.tier.page import PageKey
@@ -79,7 +80,7 @@ class GatewayCore(Flights):
     @property
     def max_context(self) -> int:
         """Of a sequence, prompt and output: any worker must be able to hold it."""
-        return min((worker.info.max_context for worker in self._workers), default=self.info.max_context)
+        return self._workers.max_context or self.info.max_context
 
     def stop(self) -> None:
         """Admit no more."""
@@ -179,11 +180,7 @@ class GatewayCore(Flights):
         is_plain = request.use_cache and not (request.window or self._window or request.lossy)
         if self._holders is None or not is_plain or len(self._workers) < 2:
             return []
-        held = await self._holders.lookup(await self._keys(request))
-        for one in held:
-            if one.address:
-                self.addresses[one.node_id] = one.address
-        return held
+        return self.addresses.hear(await self._holders.lookup(await self._keys(request)))
 
     async def _keys(self, request: EngineRequest) -> list[PageKey]:
         ids = np.asarray(request.token_ids, np.int32)

@@ -19,13 +19,17 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvtier.cluster.gateway_ports import DEAD, OwnerDown, WorkerPort, asked_health
+from kvtier.cluster.gateway_ask import together
+from kvtier.cluster.gateway_holders import Addresses
+from kvtier.cluster.gateway_ports import DEAD, HEALTHY, STALLED, OwnerDown, WorkerPort, asked_health
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_streams import Attempt, Stream
 from kvtier.cluster.gateway_workers import Worker, Workers
-from kvtier.cluster.routing import Held, Policy
+from kvtier.cluster.held import Held
+from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
 from kvtier.workers.api import EngineRequest, FinishReason, Output, QueueFull, WorkerInfo
+from kvtier.workers.pulse import TURN_S
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,15 +52,15 @@ class Flights:
     def __init__(
         self, workers: Iterable[tuple[WorkerInfo, WorkerPort]], max_sequences: int, policy: Policy
     ) -> None:
-        there = [Worker(info, port) for info, port in workers]
+        there = list(workers)
         if not there:
             raise ValueError("a gateway needs at least one worker")
-        self.info = there[0].info
-        self.addresses: dict[str, str] = {}  # HOST:PORT of the exchange of each node that has one
+        self.info = there[0][0]
+        self.addresses = Addresses()
         self.health_changed = asyncio.Event()  # whether any worker is well may be another answer now
         self._workers = Workers(max_sequences, self.info.page_bytes, policy)
-        for worker in there:
-            self._workers.put(worker)
+        for info, port in there:
+            self._workers.add(info, port)
         self._streams: dict[str, Stream] = {}
         self._nonce = secrets.token_hex(4)  # of this gateway: workers may know the names that others gave
         self._attempts = 0
@@ -89,10 +93,10 @@ class Flights:
 
     async def worker_statuses(self) -> list[inference_pb2.WorkerStatus]:
         """Workers as `kvtier status` shows them; asks each how it is."""
-        return list(await asyncio.gather(*map(self._worker_status, list(self._workers))))
+        return await together(map(self._worker_status, list(self._workers)))
 
     async def _worker_status(self, worker: Worker) -> inference_pb2.WorkerStatus:
-        health, detail = (DEAD, worker.down) if worker.down is not None else await asked_health(worker.port)
+        health, detail = await self._health(worker)
         if health == DEAD:
             self.lose(worker, detail)
         return inference_pb2.WorkerStatus(
@@ -105,6 +109,13 @@ class Flights:
             in_flight=len(worker.streams),
             since=worker.condition.is_now(health, time.time()),
         )
+
+    async def _health(self, worker: Worker) -> tuple[str, str]:
+        if worker.down is not None:
+            return DEAD, worker.down
+        if worker.is_stalled:
+            return STALLED, f"nothing is heard of it for {worker.unheard * TURN_S:g} s"
+        return await asked_health(worker.port)
 
     def attempts(self, request_id: str) -> list[Attempt]:
         """Where the latest request of this id was, from worker to worker; none when it isn't remembered."""
@@ -151,6 +162,7 @@ class Flights:
 
     def _submitted(self, stream: Stream, worker: Worker, name: str, task: asyncio.Task[bool]) -> None:
         self._submitting.pop(name, None)
+        worker.answered(name)
         is_unwanted = name in self._unwanted
         self._unwanted.discard(name)
         if task.cancelled():
@@ -221,7 +233,7 @@ class Flights:
         if len(stream.sequences) == 1:
             tokens += stream.given_tokens
         pages = tokens // self.info.page_tokens
-        return [Held(node_id, "", "L3", self.addresses.get(node_id, ""), pages)]
+        return [Held(node_id, "", "L3", self.addresses.of(node_id), pages)]
 
     def _remember(self, stream: Stream) -> None:
         self._latest[stream.request.request_id] = stream.attempts
@@ -297,6 +309,9 @@ class Flights:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
+        if worker.unheard and self._workers.hear(worker):
+            worker.condition.is_now(HEALTHY, time.time())
+            log.info("worker %s is heard of again", worker_id)
         for output in outputs:
             stream = worker.streams.get(output.request_id)
             if stream is not None:
@@ -325,8 +340,14 @@ class Flights:
         before = self._workers.get(info.worker_id)
         if before is not None:
             self.lose(before, "it was started anew")
-        self._workers.put(Worker(info, port))
+        self._workers.add(info, port)
         self.health_changed.set()
+
+    def look(self) -> None:
+        """To be called once in TURN_S: whoever nothing is heard of gets nothing more that others can take."""
+        for worker in self._workers.look():
+            worker.condition.is_now(STALLED, time.time())
+            log.info("worker %s stands still with %d requests", worker.info.worker_id, len(worker.streams))
 
     def detach(self, worker_id: str) -> bool:
         """A worker is taken out; what it was doing goes on elsewhere. Whether it was there."""
@@ -347,7 +368,7 @@ class Flights:
         """A worker is gone: its requests go on at others, or fail with UNAVAILABLE. Idempotent."""
         if worker.down is not None:
             return
-        worker.down = reason
+        self._workers.mark_down(worker, reason)
         worker.condition.is_now(DEAD, time.time())
         log.error("worker %s is down: %s", worker.info.worker_id, reason)
         self.health_changed.set()

@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import grpc
+import numpy as np
 
+from kvtier.cluster.fleet import Fleet, IntArray, Load
 from kvtier.cluster.gateway_ports import WorkerPort
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_status import Condition
 from kvtier.cluster.gateway_streams import Stream
-from kvtier.cluster.routing import Choice, Costs, Held, Load, Policy, Speed, WorkerView, choose
+from kvtier.cluster.held import Held
+from kvtier.cluster.routing import Choice, Costs, Policy, Speed, choose
 from kvtier.workers.api import Output, WorkerInfo
 
 Stage = Literal["prefill", "decode"]
 
+STALLED_LOOKS = 5  # in a row that found nothing heard of a worker, which says something in every pulse.TURN_S
+
 
 class Worker:
-    """A worker as the gateway sees it: one life of it. `streams` are by the ids that they have there."""
+    """A worker as the gateway sees it: one life of it. `streams` are by the ids that they have there.
 
-    def __init__(self, info: WorkerInfo, port: WorkerPort) -> None:
+    Workers says whether it is down or stands still.
+    """
+
+    def __init__(self, info: WorkerInfo, port: WorkerPort, load: Load) -> None:
         self.info = info
         self.port = port
+        self.load = load
         self.streams: dict[str, Stream] = {}  # until it has said its last word on them
-        self.load = Load()
         self.down: str | None = None  # why it is gone
+        self.unheard = 0  # looks in a row that found nothing heard of it
         self.condition = Condition(time.time())
-        self.chosen = 0  # number of the last choice that fell on it
-        self._wanted: dict[str, int] = {}  # sequences of each stream that it has
+        self._wanted: dict[str, int] = {}  # sequences of each stream that takes room there
+        self._unanswered: set[str] = set()  # of these, what it has not said yet whether it takes
 
     @property
     def sequences(self) -> int:
         """In flight there."""
         return self.load.sequences
 
+    @property
+    def is_stalled(self) -> bool:
+        """Nothing is heard of it, though it lives for all that is known."""
+        return self.unheard >= STALLED_LOOKS
+
     def take(self, request_id: str, stream: Stream, sequences: int, tokens: int) -> None:
-        """A stream comes, that it has so many sequences of, and so many tokens to compute for before the first one."""
+        """A stream comes, that it has so many sequences of, and so many tokens to compute for before the first one.
+
+        `answered` must follow.
+        """
         self.streams[request_id] = stream
         self._wanted[request_id] = sequences
+        self._unanswered.add(request_id)
         self.load.sequences += sequences
         self.load.queued_tokens += tokens
         stream.queued_tokens = tokens
+
+    def answered(self, request_id: str) -> None:
+        """It has said whether it takes a stream, or never will."""
+        self._unanswered.discard(request_id)
+        self._free(request_id)
 
     def computed(self, stream: Stream) -> None:
         """A stream's prompt is computed: it has given a token here."""
@@ -51,11 +74,16 @@ class Worker:
         stream.queued_tokens = 0
 
     def let_go(self, request_id: str) -> None:
-        """It has, or is taken to have, said its last word on a stream: its room is free. Idempotent."""
+        """It has, or is taken to have, said its last word on a stream. Idempotent."""
         stream = self.streams.pop(request_id, None)
         if stream is not None:
-            self.load.sequences -= self._wanted.pop(request_id)
             self.computed(stream)
+            self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        """Its room is free, but for one that it hasn't answered: so they are bounded where it answers nothing."""
+        if request_id not in self.streams and request_id not in self._unanswered:
+            self.load.sequences -= self._wanted.pop(request_id, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +100,13 @@ class Workers:
 
     def __init__(self, max_sequences: int, page_bytes: int, policy: Policy) -> None:
         self._workers: dict[str, Worker] = {}
+        self._fleet = Fleet()
         self._max_sequences = max_sequences
         self._policy: Policy = policy
         self._speed = Speed(Costs.of_pages(page_bytes))
         self._choices = 0
+        self._able: dict[tuple[Stage | None, bool], IntArray] = {}  # see _rows
+        self._max_context: int | None = None  # None: somebody came or went
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -88,22 +119,61 @@ class Workers:
         """To be read."""
         return self._workers
 
-    def put(self, worker: Worker) -> None:
-        """It is there, in place of one of the same id."""
-        self._workers[worker.info.worker_id] = worker
+    def add(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """A worker is there, in place of one of the same id."""
+        load = self._fleet.add(info.worker_id, info.node_id)
+        self._workers[info.worker_id] = Worker(info, port, load)
+        self._able.clear()
+        self._max_context = None
 
     def remove(self, worker_id: str) -> None:
         """It is not expected to come back."""
         del self._workers[worker_id]
+        self._fleet.remove(worker_id)
+        self._able.clear()
+        self._max_context = None
 
     def get(self, worker_id: str) -> Worker | None:
         """None for one that isn't known, or isn't any more."""
         return self._workers.get(worker_id)
 
     @property
+    def max_context(self) -> int | None:
+        """Tokens of a sequence that each of them can hold; None where there is nobody."""
+        if self._max_context is None:
+            self._max_context = min((worker.info.max_context for worker in self), default=None)
+        return self._max_context
+
+    @property
     def is_any_well(self) -> bool:
         """At least one is not down."""
         return any(worker.down is None for worker in self)
+
+    def mark_down(self, worker: Worker, reason: str) -> None:
+        """It is gone: nothing goes there any more."""
+        worker.down = reason
+        self._able.clear()
+
+    def look(self) -> list[Worker]:
+        """Once in pulse.TURN_S: who stands still since this look.
+
+        Looks are counted, and no time is measured: a gateway that stood still itself takes nobody else to have done so.
+        """
+        there = [worker for worker in self if worker.down is None]
+        for worker in there:
+            worker.unheard += 1
+        stalled = [worker for worker in there if worker.unheard == STALLED_LOOKS]
+        if stalled:
+            self._able.clear()
+        return stalled
+
+    def hear(self, worker: Worker) -> bool:
+        """It has said something, be it nothing; whether it stood still before."""
+        was_stalled = worker.is_stalled
+        worker.unheard = 0
+        if was_stalled:
+            self._able.clear()
+        return was_stalled
 
     def named(self, worker_id: str) -> Worker:
         """The worker that a client asks for. Raises Refusal."""
@@ -128,36 +198,33 @@ class Workers:
     ) -> Picked:
         """The worker for a stream's next attempt. Raises Refusal where there is none, or none that has room.
 
-        `wanted` is the id of one that must take it, `avoid` are ids of those that must not.
+        `wanted` is the id of one that must take it, `avoid` are ids of those that must not. What has begun goes on at
+        whoever can; one that stands still gets only what nobody else can take.
         """
         stage = _stage(stream, page_tokens)
-        candidates = [self.named(wanted)] if wanted else self._able(stage, avoid)
-        if not candidates:
+        if wanted:
+            groups = [np.array([self.named(wanted).load.row])]
+        else:
+            groups = list(self._groups(stage, avoid, any_role=stream.has_given))
+        if not groups:
             other = "no other worker" if avoid else "no worker"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"{other} is healthy")
-        sequences = _sequences(stream)
-        roomy = self._roomy(candidates, sequences)
-        if not roomy and stream.has_given and not wanted:  # what has begun goes on at whoever can
-            roomy = self._roomy(self._healthy(avoid), sequences)
+        roomy = next(filter(len, self._roomy(groups, _sequences(stream))), None)
         tokens = len(stream.request.token_ids) + stream.given_tokens
-        views = [
-            WorkerView(one.info.worker_id, one.info.node_id, one.load, one.chosen)
-            for one in roomy or candidates
-        ]
-        choice = choose(tokens, page_tokens, views, held, self._speed.costs, self._policy)
+        rows = groups[0] if roomy is None else roomy
+        costs = self._speed.costs
+        choice = choose(tokens, page_tokens, self._fleet, held, costs, self._policy, rows)
         best = self._workers[choice.worker_id]
-        if not roomy:
+        if roomy is None:
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"worker {best.info.worker_id} has {best.sequences} sequences in flight, at most {self._max_sequences} "
                 "are taken: try again later",
             )
         self._choices += 1
-        best.chosen = self._choices
-        others = self._able("decode", {best.info.worker_id})
+        best.load.chosen = self._choices
         hands_over = stage == "prefill" and best.info.role == "prefill"
-        can_hand_over = any(one.info.role != "prefill" for one in others)
-        return Picked(best, choice, hands_over and can_hand_over)
+        return Picked(best, choice, hands_over and self._can_decode(best))
 
     def place(self, picked: Picked, request_id: str, stream: Stream) -> None:
         """The stream goes to the worker that was picked for it, where it has this id."""
@@ -168,16 +235,40 @@ class Workers:
         if output.usage is not None and output.timings is not None:
             self._speed.measure(output.usage.computed_tokens, output.timings.prefill / 1e3)
 
-    def _able(self, stage: Stage, avoid: Collection[str] = ()) -> Sequence[Worker]:
-        """The healthy ones whose role it is; where there are none, all that are healthy: any worker can do both."""
-        healthy = self._healthy(avoid)
-        return [one for one in healthy if one.info.role in (stage, "both")] or healthy
+    def _groups(self, stage: Stage, avoid: Collection[str], *, any_role: bool) -> Iterator[IntArray]:
+        """Rows of those that may take it, the best ones first. Where nobody has the role, any worker can do both."""
+        for is_awake in (True, False):
+            able = self._rows(stage, is_awake, avoid)
+            if len(able):
+                yield able
+            if any_role or not len(able):
+                others = self._rows(None, is_awake, avoid)
+                if len(others):
+                    yield others
 
-    def _healthy(self, avoid: Collection[str]) -> list[Worker]:
-        return [one for one in self if one.down is None and one.info.worker_id not in avoid]
+    def _rows(self, stage: Stage | None, is_awake: bool, avoid: Collection[str]) -> IntArray:
+        """Of those that are not down; whose role it is; and, with `is_awake`, don't stand still."""
+        rows = self._able.get((stage, is_awake))
+        if rows is None:
+            found = (
+                worker.load.row
+                for worker in self
+                if worker.down is None
+                and (stage is None or worker.info.role in (stage, "both"))
+                and not (is_awake and worker.is_stalled)
+            )
+            rows = self._able[stage, is_awake] = np.array(sorted(found), np.int64)
+        for load in filter(None, map(self._fleet.get, avoid)):
+            rows = rows[rows != load.row]
+        return rows
 
-    def _roomy(self, workers: Iterable[Worker], sequences: int) -> list[Worker]:
-        return [one for one in workers if one.sequences + sequences <= self._max_sequences]
+    def _roomy(self, groups: Iterable[IntArray], sequences: int) -> Iterator[IntArray]:
+        for rows in groups:
+            yield rows[self._fleet.counts[1, rows] + sequences <= self._max_sequences]
+
+    def _can_decode(self, prefiller: Worker) -> bool:
+        """Somebody else whose role that is doesn't stand still."""
+        return len(self._rows("decode", True, {prefiller.info.worker_id})) > 0
 
 
 def _stage(stream: Stream, page_tokens: int) -> Stage:

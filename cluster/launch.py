@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from kvtier.cluster.actors import Actors
 from kvtier.cluster.config import Config
-from kvtier.cluster.life import Kind, Member
+from kvtier.cluster.homes import Home, Homes, NoHome
+from kvtier.cluster.life import ABSENT_S, Kind, Member
 from kvtier.cluster.placement import Place, Placement, PlacementError
 from kvtier.cluster.raylets import Raylets, RayUnavailable
-from kvtier.cluster.scout import Ground, ScoutError, cores_here, scouted
+from kvtier.cluster.scout import Ground, Scout, ScoutError, cores_here, tls_refusal
 from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
-from kvtier.cluster.watch import Part, Watch, first_line, handles, last_line, log, made, start_gateway, who
+from kvtier.cluster.watch import Part, Watch, first_line, last_line, log, made, start_gateway, who
 
 DRAIN_S = 30.0  # for pages that are not on SSD yet
 FINISH_S = 5.0  # for requests that are running
 _STOP_EXTRA_S = 15.0  # for closing what has been drained
 _POLL_S = 0.1
+_ABSENT_STARTS = 4  # as long as so many of the first start, which found the model on a disk that was as cold
 
 
 class LaunchError(RuntimeError):
@@ -52,6 +54,8 @@ class Launched:
         self._ray_dir = ray_dir
         self._raylets = Raylets(config.ray, *_processes(config), ray_dir)
         self._placement = Placement(config)
+        here = Ground(model, cache, cores_here()) if config.ray.is_ours else None
+        self._homes = Homes(self._placement, Scout(config), here)
         self._parts: list[Part] = []
         self._watch: Watch | None = None
         self.endpoint = ""
@@ -65,6 +69,8 @@ class Launched:
         """
         if refusal := latent_refusal(self._model, self._config):
             raise LaunchError(refusal)
+        if self._config.ray.is_ours and (refusal := tls_refusal(self._config.transfer.tls)):
+            raise LaunchError(refusal)
         progress("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
         try:
             with ThreadPoolExecutor(1) as beside:
@@ -73,11 +79,10 @@ class Launched:
                 self._raylets.start()
                 ray_started()
                 stored = loading.result()
-            places = self._placement.reserve(progress)
-            grounds = self._grounds(places, progress)
+            places = [home.place for home in self._homes.find(progress)]
         except (RayUnavailable, PlacementError, ScoutError) as error:
             raise LaunchError(str(error)) from error
-        actors = Actors(self._config, self._model, stored, self._placement, grounds, self._ray_dir)
+        actors = Actors(self._config, self._model, stored, self._placement, len(places), self._ray_dir)
         self._start_parts(actors, places, progress)
 
     def look(self) -> list[str]:
@@ -85,7 +90,7 @@ class Launched:
         assert self._watch is not None
         if not self._raylets.is_alive():
             return []
-        return [*self._raylets.revive(), *self._watch.look(time.monotonic())]
+        return [*self._raylets.revive(), *self._watch.look(time.monotonic()), *self._homes_say()]
 
     def hopeless(self) -> str:
         """Why nobody can be served any more; "" while all is well, or may be well again."""
@@ -94,31 +99,32 @@ class Launched:
             return "Ray died"
         return self._watch.hopeless()
 
-    def stop(self, progress: Progress) -> None:
-        """Stop from the gateway downwards, each part as far as it still lives, then Ray."""
+    def stop(self, progress: Progress) -> list[str]:
+        """Stop from the gateway downwards, each part as far as it still lives, then Ray. One line for each node that was
+        out of reach, where parts may run on for a while."""
+        left: list[str] = []
         if not ray.is_initialized():
-            return
+            return left
         if self._raylets.is_alive():
             if (
                 self.endpoint
             ):  # else nothing has been served, and actors that are loading would not hear of it
-                self._stop_parts(progress)
+                left = self._left(self._stop_parts(progress))
             if not self._config.ray.is_ours:
                 self._end_parts()
         progress("stopping Ray" if self._config.ray.is_ours else "leaving the Ray cluster")
         self._raylets.stop()
+        return left
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
-    def _grounds(self, places: Sequence[Place], progress: Progress) -> dict[int, Ground]:
-        if self._config.ray.is_ours:
-            here = Ground(self._model, self._cache, cores_here())
-            return {place.number: here for place in places}
-        return scouted(self._placement, places, self._config.model.path, progress)
-
     def _start_parts(self, actors: Actors, places: Sequence[Place], progress: Progress) -> None:
         progress("loading the model")
-        self._parts = self._made(actors, places)
+        began = time.monotonic()
+        try:
+            self._parts = self._made(actors, places)
+        except NoHome as error:  # it left while others were looked at
+            raise LaunchError(str(error)) from error
         gateway = self._parts[-1]
         answers = [(part, part.handle.__ray_call__.remote(who)) for part in self._parts]
         for part, answer in answers:
@@ -132,46 +138,68 @@ class Launched:
         status = _await("gateway", gateway.handle.status.remote(), lambda: None)
         self.has_tokenizer = bool(status.model.tokenizer_digest)
         self.notes = [f"{each.id}: {' '.join(note.split())}" for each in status.nodes for note in each.notes]
-        self._watch = Watch(self._parts)
+        absent_s = max(ABSENT_S, _ABSENT_STARTS * (time.monotonic() - began))
+        self._watch = Watch(self._parts, self._config.cluster.stalled_after_s, absent_s)
         self.notes += self._watch.look(time.monotonic())  # the directory is told of all
+        self.notes += self._homes_say()
 
     def _made(self, actors: Actors, places: Sequence[Place]) -> list[Part]:
         """Workers first, which take longest; the gateway last."""
         per_node = self._config.worker.count
         parts: list[Part] = []
         for place in places:
-            is_here = self._is_here(place)
             for number in range(place.number * per_node, (place.number + 1) * per_node):
                 worker = Member(f"worker-{number}", Kind.WORKER, place.node_id)
-                parts.append(made(worker, partial(actors.worker, place, number), is_here=is_here))
+                parts.append(self._made_at(place, worker, partial(actors.worker, number=number)))
         for place in places:
-            is_here = self._is_here(place)
             node = Member(f"cache node {place.node_id}", Kind.NODE, place.node_id)
-            parts.append(made(node, partial(actors.node, place), is_here=is_here))
+            parts.append(self._made_at(place, node, actors.node))
             if len(places) > 1:
                 exchange = Member(f"exchange of {place.node_id}", Kind.EXCHANGE, place.node_id)
-                parts.append(made(exchange, partial(actors.exchange, place), is_here=is_here))
+                parts.append(self._made_at(place, exchange, actors.exchange))
         if len(places) * per_node > 1:
-            parts.append(made(Member("directory", Kind.DIRECTORY), actors.directory, is_here=True))
+            directory = Member("directory", Kind.DIRECTORY)
+            parts.append(made(directory, actors.directory, is_here=_always))
         make_gateway = partial(actors.gateway, self._config.grpc.port)
-        parts.append(made(Member("gateway", Kind.GATEWAY), make_gateway, is_here=True))
+        parts.append(made(Member("gateway", Kind.GATEWAY), make_gateway, is_here=_always))
         return parts
 
-    def _is_here(self, place: Place) -> bool:
-        return self._config.ray.is_ours or place.machine.ray_id == ray.get_runtime_context().get_node_id()
+    def _made_at(self, place: Place, member: Member, make: Callable[[Home], Any]) -> Part:
+        """A part of a node, made wherever that is now."""
+        number, homes = place.number, self._homes
+        return made(member, lambda: make(homes.of(number)), is_here=partial(homes.is_here, number))
+
+    def _homes_say(self) -> list[str]:
+        said, self._homes.notes = self._homes.notes, []
+        return said
 
     # ---- stop --------------------------------------------------------------------------------------------------------
 
-    def _stop_parts(self, progress: Progress) -> None:
+    def _stop_parts(self, progress: Progress) -> dict[str, bool]:
+        """By node: whether some of its parts said nothing, or all that did not stop are known to be dead."""
+        unheard: dict[str, bool] = {}
         for step, kind, limit_s, *arguments in (
             ("finishing requests", Kind.GATEWAY, FINISH_S, FINISH_S),
             ("stopping workers", Kind.WORKER, DRAIN_S, DRAIN_S),
             ("stopping transfers", Kind.EXCHANGE, 0.0),
             ("saving pages to SSD", Kind.NODE, DRAIN_S, DRAIN_S),
         ):
-            if found := handles(self._parts, kind):
+            if found := [part for part in self._parts if part.member.kind is kind]:
                 progress(step)
-                _stop(found, limit_s, *arguments)
+                for part, is_silent in _stop(found, limit_s, *arguments):
+                    unheard[part.member.node] = is_silent or unheard.get(part.member.node, False)
+        return unheard
+
+    def _left(self, unheard: dict[str, bool]) -> list[str]:
+        if self._config.ray.is_ours:
+            return []  # all of it is here, and is ended with Ray
+        unheard.pop("", None)  # the gateway and the directory, which are here too
+        where = {node: self._homes.out_of_reach(node, silent) for node, silent in unheard.items()}
+        return [
+            f"{node} ({address}) could not be reached: what runs there yet is ended by Ray, some minutes after it was cut off"
+            for node, address in sorted(where.items())
+            if address
+        ]
 
     def _end_parts(self) -> None:
         """At once, rather than when the cluster notices that we left: what they hold is free for the next one."""
@@ -179,6 +207,10 @@ class Launched:
             with suppress(RayError):
                 ray.kill(part.handle, no_restart=True)
         self._placement.release()
+
+
+def _always() -> bool:
+    return True
 
 
 def _processes(config: Config) -> tuple[int, int]:
@@ -211,11 +243,18 @@ def _await(name: str, ref: Any, progress: Callable[[], None]) -> Any:
         raise LaunchError(f"{name} can't start: {last_line(error)}") from error
 
 
-def _stop(handles: Sequence[Any], limit_s: float, *arguments: float) -> None:
-    refs = [handle.stop.remote(*arguments) for handle in handles]
-    done = ray.wait(refs, num_returns=len(refs), timeout=limit_s + _STOP_EXTRA_S)[0]
-    for ref in done:
+def _stop(parts: Sequence[Part], limit_s: float, *arguments: float) -> Iterator[tuple[Part, bool]]:
+    """Each of these that can't have heard of it, and whether it is silent: not known to be dead."""
+    calls = [part.handle.stop.remote(*arguments) for part in parts]
+    done = set(ray.wait(calls, num_returns=len(calls), timeout=limit_s + _STOP_EXTRA_S)[0])
+    for part, call in zip(parts, calls, strict=True):
+        if call not in done:
+            log.warning("%s did not stop in time", part.name)
+            yield part, True
+            continue
         try:
-            ray.get(ref)
+            ray.get(call)
         except RayError as error:
-            log.warning("a part did not stop cleanly: %s", last_line(error))
+            log.warning("%s did not stop cleanly: %s", part.name, last_line(error))
+            if isinstance(error, RayActorError):
+                yield part, not isinstance(error, ActorDiedError)

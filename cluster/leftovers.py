@@ -62,6 +62,11 @@ def alive(stamps: Iterable[Stamp]) -> list[psutil.Process]:
     return found
 
 
+def lasting(stamps: Iterable[Stamp]) -> set[Stamp]:
+    """Those whose processes still run."""
+    return {stamp for stamp in stamps if alive([stamp])}
+
+
 def end(stamps: Iterable[Stamp], *, at_once: bool = False) -> int:
     """SIGTERM, then SIGKILL for those that stay (`at_once`: SIGKILL alone); how many there were."""
     processes = alive(stamps)
@@ -72,6 +77,11 @@ def end(stamps: Iterable[Stamp], *, at_once: bool = False) -> int:
     _each(left, psutil.Process.kill)
     psutil.wait_procs(left, timeout=_KILL_WAIT_S)
     return len(processes)
+
+
+def kill(stamps: Iterable[Stamp]) -> None:
+    """SIGKILL, and no wait for the end."""
+    _each(alive(stamps), psutil.Process.kill)
 
 
 def remove(folder: Path) -> bool:

@@ -15,6 +15,7 @@ GIVE_UP = (
 )
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
+ABSENT_S = 300.0  # the least time in which a part that is being made, or can't be reached, must answer
 
 Incarnation = str  # of a part: one process
 
@@ -30,10 +31,13 @@ class Kind(Enum):
 
 
 class Wire(Enum):
-    """Something that a part must be told once for each process of the parts it is about."""
+    """Something that a part must be told once for each process of the parts it is about.
+
+    A directory that Ray has started again asks by itself for all that it must know: of it only another handle is told.
+    """
 
     START = "start"  # the gateway: serve, with all workers, nodes and exchanges that live
-    ATTACH = "attach"  # the gateway: this worker, node or exchange is there
+    ATTACH = "attach"  # the gateway: this worker, node, exchange or directory is there
     ANNOUNCE = "announce"  # a worker or node: this is the directory, and its node's exchange
 
 
@@ -75,6 +79,14 @@ class Told:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """A part can't be made yet, and nothing was tried: there is no machine for it."""
+
+    part: str
+    reason: str
+
+
 # ---- what is to be done ------------------------------------------------------------------------------------------
 
 
@@ -96,7 +108,7 @@ class Make:
 class Tell:
     """Tell `wire` of `part`; `about` are the processes that it is about. Answered by Told.
 
-    A START names the workers, nodes and exchanges that live, of which the gateway then needs no ATTACH.
+    A START names the workers, nodes and exchanges that live, and the directory: of these the gateway needs no ATTACH.
     """
 
     wire: Wire
@@ -105,13 +117,13 @@ class Tell:
     living: tuple[tuple[str, Incarnation], ...] = ()
 
 
-_ATTACHED = (Kind.WORKER, Kind.NODE, Kind.EXCHANGE)  # to the gateway
+_ATTACHED = (Kind.WORKER, Kind.NODE, Kind.EXCHANGE)  # to the gateway, while they live
 _PURPOSES = {
     Wire.START: "starting {}",
     Wire.ATTACH: "connecting {} to the gateway",
     Wire.ANNOUNCE: "connecting {} to the directory",
 }
-Event = Answered | Lost | Told
+Event = Answered | Lost | Told | Postponed
 Command = Say | Make | Tell
 
 
@@ -124,6 +136,9 @@ class _Part:
     attempts: int = 0  # to make it, in a row
     not_before: float = 0.0  # the next attempt
     reason: str = ""  # why the last one failed
+    waits_for: str = ""  # why none could be made
+    made: int = 0  # how often it was made anew, each time with another handle
+    absent_since: float | None = None  # no process of it answers, though Ray may yet bring one
 
 
 @dataclass(slots=True)
@@ -137,7 +152,9 @@ class _Telling:
 class Life:
     """All parts of a deployment, from the moment it serves. Owned by the supervisor's main thread."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    def __init__(self, members: Iterable[Member], absent_s: float = ABSENT_S) -> None:
+        """A part that answers nothing for `absent_s`, such as one whose constructor hangs, is made anew."""
+        self._absent_s = absent_s
         self._parts = {member.name: _Part(member) for member in members}
         self._tellings: dict[tuple[Wire, str], _Telling] = {}
 
@@ -158,10 +175,12 @@ class Life:
                 return self._lost(event, now)
             case Told():
                 return self._told(event, now)
+            case Postponed():
+                return self._postponed(event, now)
 
     def due(self, now: float) -> list[Command]:
         """What is to be done by now."""
-        return [*self._makes(now), *self._tells(now)]
+        return [*self._overdue(now), *self._makes(now), *self._tells(now)]
 
     def hopeless(self) -> str:
         """Why nobody can be served any more, whatever is waited for; "" while that may change."""
@@ -172,6 +191,10 @@ class Life:
         if workers and all(part.attempts >= GIVE_UP for part in workers):
             return f"no worker can be started again: {workers[0].reason}"
         return ""
+
+    def incarnations(self) -> dict[str, Incarnation]:
+        """Of the parts that live."""
+        return dict(self._incarnations(*Kind))
 
     def living(self, kind: Kind) -> list[str]:
         """Names of the parts of a kind that live."""
@@ -188,13 +211,16 @@ class Life:
             said.append(Say(f"{event.part} died"))
         again = "answers" if part.last == event.incarnation else "runs"
         part.incarnation = part.last = event.incarnation
-        if part.member.kind in (Kind.NODE, Kind.EXCHANGE):
+        part.waits_for, part.absent_since = "", None
+        if part.member.kind in (Kind.NODE, Kind.EXCHANGE, Kind.DIRECTORY):
             part.attempts = 0
         return [*said, Say(f"{event.part} {again} again")]
 
     def _lost(self, event: Lost, now: float) -> list[Command]:
         part = self._parts[event.part]
         was_there, part.incarnation = part.incarnation is not None, None
+        if was_there:
+            part.absent_since = now
         is_news = event.is_over and not part.is_over
         if event.is_over:
             self._is_over(part, event.reason, now)
@@ -236,6 +262,13 @@ class Life:
             return []
         return [Say(f"{_PURPOSES[tell.wire].format(tell.part)} fails, and is tried again: {event.failure}")]
 
+    def _postponed(self, event: Postponed, now: float) -> list[Command]:
+        part = self._parts[event.part]
+        part.attempts, part.made = part.attempts - 1, part.made - 1
+        part.is_over, part.not_before = True, now + FIRST_WAIT_S
+        was, part.waits_for = part.waits_for, event.reason
+        return [Say(f"{event.part} waits: {event.reason}")] if was != event.reason else []
+
     def _is_over(self, part: _Part, reason: str, now: float) -> None:
         if not part.is_over:
             part.is_over = True
@@ -244,12 +277,25 @@ class Life:
 
     # ---- what is to be done ------------------------------------------------------------------------------------------
 
+    def _overdue(self, now: float) -> list[Command]:
+        said: list[Command] = []
+        for part in self._parts.values():
+            if part.incarnation is not None or part.is_over or part.absent_since is None:
+                continue
+            if now - part.absent_since >= self._absent_s:
+                reason = f"answers nothing for {self._absent_s:.0f} s"
+                self._is_over(part, f"it {reason}", now)
+                said.append(Say(f"{part.member.name} {reason}, and is made anew"))
+        return said
+
     def _makes(self, now: float) -> list[Command]:
         found: list[Command] = []
         for part in self._parts.values():
-            if part.is_over and now >= part.not_before and part.member.kind is not Kind.DIRECTORY:
+            if part.is_over and now >= part.not_before:
                 part.attempts += 1
+                part.made += 1
                 part.is_over = False  # until this attempt is over
+                part.absent_since = now
                 found.append(Make(part.member.name))
         return found
 
@@ -260,7 +306,7 @@ class Life:
             if telling.done == about or telling.under_way == about or now < telling.not_before:
                 continue
             telling.under_way = about
-            living = tuple(self._incarnations(*_ATTACHED)) if wire is Wire.START else ()
+            living = tuple(self._attachable()) if wire is Wire.START else ()
             found.append(Tell(wire, part, about, living))
         return found
 
@@ -274,14 +320,23 @@ class Life:
             needed.append((Wire.START, gateway.member.name, about))
             started = self._tellings.get((Wire.START, gateway.member.name))
             if started is None or started.done == about:
-                needed += [(Wire.ATTACH, name, (*about, inc)) for name, inc in self._incarnations(*_ATTACHED)]
-        for name, inc in self._incarnations(Kind.WORKER, Kind.NODE) if self._of(Kind.DIRECTORY) else ():
-            exchange = self._exchange_of(self._parts[name].member.node)
-            if exchange is None:
-                needed.append((Wire.ANNOUNCE, name, (inc,)))
-            elif exchange.incarnation is not None:
-                needed.append((Wire.ANNOUNCE, name, (inc, exchange.incarnation)))
+                needed += [(Wire.ATTACH, name, (*about, inc)) for name, inc in self._attachable()]
+        for _, directory in self._directories():
+            for name, inc in self._incarnations(Kind.WORKER, Kind.NODE):
+                exchange = self._exchange_of(self._parts[name].member.node)
+                if exchange is None:
+                    needed.append((Wire.ANNOUNCE, name, (inc, directory)))
+                elif exchange.incarnation is not None:
+                    needed.append((Wire.ANNOUNCE, name, (inc, directory, exchange.incarnation)))
         return needed
+
+    def _attachable(self) -> list[tuple[str, Incarnation]]:
+        """What the gateway must know of."""
+        return [*self._incarnations(*_ATTACHED), *self._directories()]
+
+    def _directories(self) -> list[tuple[str, Incarnation]]:
+        """The directory, where there is one, in the life of its handle, whether a process of it lives or not."""
+        return [(part.member.name, f"handle {part.made}") for part in self._of(Kind.DIRECTORY)]
 
     def _exchange_of(self, node: str) -> _Part | None:
         return next((part for part in self._of(Kind.EXCHANGE) if part.member.node == node), None)

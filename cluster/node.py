@@ -12,22 +12,24 @@ from typing import Any, Literal
 
 import ray
 
+from kvtier.cluster.l4_folders import l4_folder, l4_refusal
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys, split_keys
 from kvtier.tier.events import HintWrong, HoldsChanged
 from kvtier.tier.feed import KEY_BYTES, Feed, Source
+from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.records import Limits
 from kvtier.tier.score import PolicySettings
 from kvtier.tier.service import CacheService, ServiceStopped
-from kvtier.tier.ssd_layout import LAYOUT_FILE
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.actor import sender_to
 from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
 
 TOLD_TIERS = (TierName.PEER, TierName.HOST, TierName.SSD)
 CALLS_AT_ONCE = 8  # threads of the actor; they only wait for the service's loop
-_FIRST_NODE = "node-0"
+PULSE = {"pulse": 1}  # a thread of its own, so that calls that wait don't make the node look stalled
 
 
 class CacheNodeProcess:
@@ -35,7 +37,8 @@ class CacheNodeProcess:
 
     No page bytes go through these calls: workers and the service share them in memory. `l4_path` is the folder of all
     nodes, in which this one takes a subfolder; the folder of `socket_path` is made where there is none. Pages of another
-    node that don't come within `fetch_deadline_s` are computed.
+    node that don't come within `fetch_deadline_s` are computed. A first start has `needs_l4`, so that a disk that refuses
+    is an error; one that is made anew goes on without.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class CacheNodeProcess:
         l4_store: Literal["slab", "lmdb"] = "slab",
         min_payload_bytes: int | None = None,
         l4_variants: frozenset[str] | None = None,
+        needs_l4: bool = True,
         policy: PolicySettings,
         write: Literal["through", "demote"],
         shares: Mapping[bytes, float],
@@ -60,16 +64,18 @@ class CacheNodeProcess:
         self._outlet = Outlet()
         self._directory: Any = None
         self._said_wrong: Any = None  # the latest call of its kind
+        folder = l4_folder(Path(l4_path), node_id)
         self._service = CacheService(
             node_id,
             socket_path,
             payload_bytes,
             l3_bytes,
-            l4_folder(Path(l4_path), node_id),
+            folder,
             l4_bytes,
             l4_store,
             min_payload_bytes=min_payload_bytes,
             l4_variants=l4_variants,
+            needs_l4=needs_l4,
             policy=policy,
             write=write,
             shares=shares,
@@ -77,7 +83,12 @@ class CacheNodeProcess:
             on_wrong=self._on_wrong,
             limits=Limits(fetch_deadline_s=fetch_deadline_s),
         )
-        self._service.start()
+        try:
+            self._service.start()
+        except OSError as error:
+            if refusal := l4_refusal(error, folder):
+                raise OSError(refusal) from error
+            raise
 
     def connect_directory(self, directory: Any, address: str) -> None:
         """Tell the directory, a handle of its actor, what L2 to L4 hold from now on.
@@ -112,6 +123,12 @@ class CacheNodeProcess:
         """None when all is well, else what isn't."""
         return self._service.health()
 
+    @ray.method(concurrency_group="pulse")
+    def pulse(self) -> float:
+        """Seconds since the service's loop turned: 0, once it has answered. No answer while it stands still."""
+        self._service.idle()
+        return 0.0
+
     def notes(self) -> list[str]:
         """The latest one-line notices."""
         return self._service.notes()
@@ -126,6 +143,18 @@ class CacheNodeProcess:
         """Copies of pages in L3 and L4."""
         return self._service.pages(tenant, tier, limit)
 
+    def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
+        """Copies of pages by their keys."""
+        return self._service.pages_of(keys)
+
+    def held(self, keys: bytes) -> list[HeldKeys]:
+        """Of which of these keys, one behind the other, a copy is here."""
+        return self._service.held(split_keys(keys))
+
+    def keys_with(self, heads: list[str], limit: int) -> list[list[bytes]]:
+        """See by_key.keys_with: of the pages here."""
+        return self._service.keys_with(heads, limit)
+
     def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Keep pages."""
         return self._service.pin(keys)
@@ -135,16 +164,24 @@ class CacheNodeProcess:
         return self._service.unpin(keys)
 
     def evict(self, keys: list[bytes], tier: TierName | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop pages from a tier, or (None) from L3 and L4."""
+        """Drop pages from a tier, or (None) from all of the node's."""
         return self._service.evict(keys, tier)
 
-    def clear(self, tenant: str | bytes | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop and wipe a tenant's pages, or everybody's."""
-        return self._service.clear(tenant)
+    def evict_all(self, tier: TierName | None = None) -> ManyOutcomes:
+        """The same with all pages."""
+        return ManyOutcomes.of(self._service.evict(None, tier))
 
-    def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
+    def clear(self, tenant: str | bytes | None = None) -> ManyOutcomes:
+        """Drop and wipe a tenant's pages, or everybody's."""
+        return ManyOutcomes.of(self._service.clear(tenant))
+
+    def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Check pages against their checksums."""
         return self._service.verify(keys)
+
+    def verify_all(self) -> ManyOutcomes:
+        """The same with all pages."""
+        return ManyOutcomes.of(self._service.verify())
 
     def record(self, path: str, max_bytes: int, is_only: bool = True) -> RecordingStatus:
         """Write what the node's cache hears into a new file (see file_of). Raises RecordingError."""
@@ -170,12 +207,4 @@ class CacheNodeProcess:
             self._socket_folder.rmdir()
 
 
-def l4_folder(path: Path, node_id: str) -> Path:
-    """Where a node keeps its pages under `path`: a subfolder by its id, so that nodes may share a disk.
-
-    A folder that holds pages itself was one node's alone, and stays the first node's.
-    """
-    return path if node_id == _FIRST_NODE and (path / LAYOUT_FILE).is_file() else path / node_id
-
-
-CacheNode = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(CacheNodeProcess)  # type: ignore[call-overload]  # Ray's types lack max_concurrency
+CacheNode = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE, concurrency_groups=PULSE)(CacheNodeProcess)  # type: ignore[call-overload]  # Ray's types lack max_concurrency

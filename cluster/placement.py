@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import ray
@@ -17,9 +18,11 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from kvtier.cluster.config import Config
+from kvtier.cluster.l4_folders import Kept, node_name
 from kvtier.cluster.raylets import raylet_resource
 
-JOIN_WAIT_S = 300.0  # for machines of a cluster that is just starting
+JOIN_WAIT_S = 600.0  # for machines of a cluster that is just starting: they may install all that kvtier needs
+JOINED_S = 20.0  # nodes.count 0 takes those that fit once so long no other has come
 FREE_WAIT_S = 60.0  # for what other jobs of the cluster have taken
 _FREE_SOON_S = 0.5  # what takes longer is told
 _POLL_S = 0.1
@@ -50,15 +53,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node of the deployment runs. `number` counts from 0; `bundle` is its index in the placement group."""
+    """Where a node of the deployment runs. `number` counts from 0; `bundle` is its index in the placement group.
+
+    `node` is the number in its id: it belongs to the pages on the machine's disk, and so it may be any.
+    """
 
     number: int
     bundle: int
     machine: Machine
+    node: int
 
     @property
     def node_id(self) -> str:
-        return f"node-{self.number}"
+        return node_name(self.node)
 
 
 # ---- what is asked for: pure -------------------------------------------------------------------------------------
@@ -113,11 +120,54 @@ def bundles(config: Config, machines: Sequence[Machine]) -> list[dict[str, float
 
 
 def places(bundle_to_ray_id: Mapping[int, str], machines: Sequence[Machine]) -> list[Place]:
-    """The nodes, numbered by their machines' addresses: the same ones get the same ids, and so the same L4, next time."""
+    """The nodes, numbered by their machines' addresses. Raises PlacementError for a bundle on none of these machines."""
     by_id = {machine.ray_id: machine for machine in machines}
+    if not by_id.keys() >= set(bundle_to_ray_id.values()):
+        raise PlacementError("a machine left the Ray cluster just after it was taken: try again")
     found = [(by_id[ray_id], bundle) for bundle, ray_id in bundle_to_ray_id.items()]
     found.sort(key=lambda pair: (_sortable(pair[0].address), _raylet(pair[0]), pair[0].ray_id))
-    return [Place(number, bundle, machine) for number, (machine, bundle) in enumerate(found)]
+    return [Place(number, bundle, machine, number) for number, (machine, bundle) in enumerate(found)]
+
+
+def settled(places: Sequence[Place], kept: Mapping[int, Sequence[Kept]]) -> list[Place]:
+    """The same places, each under the id of the node whose pages its disk has, in the order of these ids.
+
+    `kept` are the folders on the disks, by the places' numbers. Where two disks have the same node's, the one that was
+    used last keeps the id, and places that share a disk share out its ids. Who has none gets the lowest that is free.
+    """
+    claims = sorted((-one.used_s, place.number, one.number) for place in places for one in kept[place.number])
+    nodes: dict[int, int] = {}  # by the places' numbers
+    claimed: set[int] = set()
+    for _, number, node in claims:
+        if number not in nodes and node not in claimed:
+            nodes[number] = node
+            claimed.add(node)
+    free = (node for node in count() if node not in claimed)
+    for place in places:
+        if place.number not in nodes:
+            nodes[place.number] = next(free)
+    ordered = sorted(places, key=lambda place: nodes[place.number])
+    return [replace(place, number=number, node=nodes[place.number]) for number, place in enumerate(ordered)]
+
+
+def returning(lost: Sequence[Place], kept: Sequence[Kept]) -> Place | None:
+    """Which of the places that have lost their machines is the node whose pages are on this disk: the latest used."""
+    by_node = {place.node: place for place in lost}
+    found = sorted((one for one in kept if one.number in by_node), key=lambda one: one.used_s)
+    return by_node[found[-1].number] if found else None
+
+
+def unused(kept: Sequence[tuple[Place, Sequence[Kept]]]) -> list[str]:
+    """One line for each folder of pages on these places' disks that none of them uses. Places that share a disk all have
+    its folders."""
+    used = {(one.path, one.used_s) for place, there in kept for one in there if one.number == place.node}
+    return [
+        f"{place.node_id} ({place.machine.address}): {one.path} has pages of {node_name(one.number)}, which isn't there "
+        "any more: remove that folder to have its room"
+        for place, there in kept
+        for one in there
+        if (one.path, one.used_s) not in used
+    ]
 
 
 def _told(bundle: Mapping[str, float]) -> str:
@@ -131,6 +181,20 @@ def _sortable(address: str) -> tuple[tuple[int, int | str], ...]:
 
 def _raylet(machine: Machine) -> int:
     return next((number for number in range(16) if raylet_resource(number) in machine.resources), 0)
+
+
+class Settled:
+    """Tells how long a number has been the same. Pure."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._since = 0.0
+
+    def seconds(self, number: int, now: float) -> float:
+        """Since it first was what it is now, as far as it was told."""
+        if number != self._number:
+            self._number, self._since = number, now
+        return now - self._since
 
 
 # ---- what Ray is asked for ---------------------------------------------------------------------------------------
@@ -177,6 +241,14 @@ class Placement:
         table: dict[str, Any] = placement_group_table(self._group)
         return places(table["bundles_to_node_id"], machines_now())
 
+    def machines(self) -> dict[int, Machine]:
+        """By bundle: the machine that it lies on, of those that live. Ray moves a bundle whose machine has died."""
+        assert self._group is not None
+        table: dict[str, Any] = placement_group_table(self._group)
+        living = {machine.ray_id: machine for machine in machines_now()}
+        found = table["bundles_to_node_id"].items()
+        return {bundle: living[ray_id] for bundle, ray_id in found if ray_id in living}
+
     def on(self, place: Place) -> PlacementGroupSchedulingStrategy:
         """The strategy that puts an actor on a node."""
         assert self._group is not None
@@ -189,25 +261,34 @@ class Placement:
             self._group = None
 
     def _wait_for_machines(self, progress: Callable[[str], None]) -> list[dict[str, float]]:
-        deadline = time.monotonic() + (0 if self._config.ray.is_ours else JOIN_WAIT_S)
+        settled, joins = Settled(), not self._config.ray.is_ours
+        began = time.monotonic()
         while True:
-            machines = machines_now()
+            machines, now = machines_now(), time.monotonic()
+            waited_s = now - began
             self.gpus_per_rank = gpus_per_rank(self._config, machines)
+            one = bundle_of(self._config, self.gpus_per_rank)
             try:
-                return bundles(self._config, machines)
+                wanted = bundles(self._config, machines)
             except PlacementError:
                 if refusal := gpu_refusal(
                     self._config, machines
                 ):  # nothing that joins is likely to be larger
                     raise PlacementError(refusal) from None
-                if time.monotonic() >= deadline:
+                if not joins or waited_s >= JOIN_WAIT_S:
                     raise
-            one = bundle_of(self._config, self.gpus_per_rank)
-            fitting = sum(machine.fits(one) for machine in machines)
-            progress(
-                f"waiting for {self._config.nodes.count or 1} machine(s) with {_told(one)} each to join the Ray cluster "
-                f"({fitting} so far)"
-            )
+                fitting = sum(machine.fits(one) for machine in machines)
+                progress(
+                    f"waiting for {self._config.nodes.count or 1} machine(s) with {_told(one)} each to join the Ray cluster "
+                    f"({fitting} so far)"
+                )
+            else:
+                takes_all = joins and not self._config.nodes.count
+                if not takes_all or settled.seconds(len(wanted), now) >= JOINED_S or waited_s >= JOIN_WAIT_S:
+                    return wanted
+                progress(
+                    f"{len(wanted)} machine(s) fit, with {_told(one)} each; waiting {JOINED_S:g} s for others to join"
+                )
             time.sleep(_POLL_S)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,14 @@ from ray._private import worker as ray_worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 
+from kvtier.cluster.addresses import unreachable
 from kvtier.cluster.config_nodes import RayConfig
 from kvtier.cluster.leftovers import descendants, end
 
 _ATTEMPTS = 2
-_CONNECT_S = 5.0
 REVIVE_S = 2.0  # before a raylet that could not be started again is tried anew; twice as long each time
 REVIVE_MOST_S = 60.0
 _LOOPBACK = "127.0.0.1"  # holds by what environment.prepare has set
@@ -42,12 +42,29 @@ def raylet_resource(number: int) -> str:
     return f"kvtier-raylet-{number}"
 
 
+def cluster_address(address: str) -> str:
+    """HOST:PORT of the cluster that ray.address names; auto: of the one that Ray finds on this machine.
+
+    Raises RayUnavailable where nothing answers there.
+    """
+    try:
+        found = canonicalize_bootstrap_address_or_die(address) if address == "auto" else address
+    except (ConnectionError, ValueError) as error:
+        raise RayUnavailable(
+            f"no Ray cluster is found for ray.address auto ({_first_line(error)}): name one with ray.address HOST:PORT, "
+            "or start one here with local"
+        ) from error
+    if problem := unreachable(found):  # Ray itself would try for minutes
+        raise RayUnavailable(f"nothing answers at ray.address {found} ({problem}): is Ray's head there?")
+    return found
+
+
 class Raylets:
     """Ray, as this process started or joined it. To be used on its main thread: Ray's daemons die with that thread."""
 
     def __init__(self, config: RayConfig, processes: int, more_on_head: int, folder: Path) -> None:
         """`processes` are those that each raylet starts at once, in wait for actors, `more_on_head` those that the first
-        one starts beside them; `folder` is for Ray's session."""
+        one starts beside them; `folder` is a short one, in which a folder is made for Ray's session."""
         self._config = config
         self._processes = processes
         self._more_on_head = more_on_head
@@ -60,6 +77,7 @@ class Raylets:
 
     def start(self) -> None:
         """Raises RayUnavailable."""
+        ray_worker.print_to_stdstream = _left_to_its_logs
         if not self._config.is_ours:
             self._join()
             return
@@ -119,17 +137,13 @@ class Raylets:
         ray.shutdown()
 
     def _join(self) -> None:
-        address = self._config.address
-        if address != "auto" and (problem := _unreachable(address)):  # Ray itself would try for minutes
-            raise RayUnavailable(
-                f"nothing answers at ray.address {address} ({problem}): is Ray's head there?"
-            )
+        address = cluster_address(self._config.address)
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (RayError, OSError, RuntimeError, ValueError) as error:  # OSError: its ConnectionError
             raise RayUnavailable(
                 f"can't join the Ray cluster at ray.address {address}: {_first_line(error)}; this machine must be part of it "
-                "(`ray start`), with its token in RAY_AUTH_TOKEN or ~/.ray/auth_token if it has one; "
+                "(`ray start`), and if it has a token, that must be the one in RAY_AUTH_TOKEN or ~/.ray/auth_token here; "
                 "ray.address local starts one here"
             ) from error
 
@@ -143,7 +157,7 @@ class Raylets:
             configure_logging=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             _node_ip_address=_LOOPBACK,
-            _temp_dir=str(self._folder),
+            _temp_dir=str(self._folder / "ray"),  # Ray opens it to all users of the machine
             **several,
         )
 
@@ -195,13 +209,9 @@ def _told() -> Iterator[None]:
         raise RaySlow(f"Ray doesn't start: {why}") from error
 
 
-def _unreachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+def _left_to_its_logs(data: object, ignore_prefix: bool) -> None:
+    """In place of Ray's own print of what dies, a paragraph each time, which log_to_driver doesn't turn off: watch.py
+    tells it in a line."""
 
 
 def _all_live(node: Any) -> bool:

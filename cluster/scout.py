@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import ssl
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,13 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from kvtier.cluster.placement import Place, Placement
+from kvtier.cluster.addresses import own_address
+from kvtier.cluster.config import Config
+from kvtier.cluster.config_nodes import TransferConfig, TransferTls
+from kvtier.cluster.l4_folders import Kept, kept_in, l4_root
+from kvtier.cluster.placement import Place
+from kvtier.cluster.sources import Sources, sources_here, sources_refusal
 from kvtier.workers.model_store import ModelError, default_cache, resolve
-
-_POLL_S = 0.1
 
 
 class ScoutError(RuntimeError):
@@ -25,20 +27,22 @@ class ScoutError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a machine offers. `model` is the model's folder there, `cache` kvtier's; `cores` are those we may use."""
+    """What a machine offers. `model` is the model's folder there, `cache` kvtier's; `cores` are those we may use, and
+    `kept` the folders of L4 on its disk."""
 
     model: Path
     cache: Path
     cores: int
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    version: str
     model: str
     cache: str
     cores: int
-    wrong: str  # why the model can't be had
+    kept: tuple[Kept, ...]
+    wrong: str  # why the machine can't be used
 
 
 def cores_here() -> int:
@@ -46,47 +50,81 @@ def cores_here() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
 
 
-def look(model: str) -> _Report:
-    """Runs on the machine that is looked at. `model` is as the configuration names it; it is fetched if need be."""
+def tls_refusal(tls: TransferTls | None) -> str:
+    """Why nodes can't show each other these files, here; "" when they can."""
+    if tls is None:
+        return ""
+    for name, path in (("cert", tls.cert), ("key", tls.key), ("ca", tls.ca)):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            return f"transfer.tls.{name}: can't read {path}: {error.strerror}"
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except (ssl.SSLError, OSError) as error:
+        return f"transfer.tls: {tls.cert} and {tls.key} are no certificate and its key: {error}"
+    try:
+        context.load_verify_locations(tls.ca)
+    except (ssl.SSLError, OSError) as error:
+        return f"transfer.tls.ca: {tls.ca} is no certificate in PEM: {error}"
+    return ""
+
+
+def look(ours: Sources, model: str, l4_path: str, deployment: str, transfer: TransferConfig) -> _Report:
+    """Runs on the machine that is looked at. `ours` are those of who asks; `model` is as the configuration names it, and is
+    fetched if need be."""
     cache = default_cache()
+    root = l4_root(l4_path, cache, deployment)
+    folder, kept = "", list[Kept]()
+    wrong = sources_refusal(sources_here(), ours) or tls_refusal(transfer.tls) or _host_refusal(transfer.host)
+    if not wrong:
+        try:
+            folder = str(resolve(model, cache))
+        except ModelError as error:
+            wrong = f"{error} (it must find model.path {model} too)"
+        try:
+            kept = kept_in(root)
+        except OSError as error:
+            wrong = f"tiers.l4.path: can't read {root}: {error.strerror}"
+    return _Report(folder, str(cache), cores_here(), tuple(kept), wrong)
+
+
+def _host_refusal(host: str) -> str:
     try:
-        folder, wrong = str(resolve(model, cache)), ""
-    except ModelError as error:
-        folder, wrong = "", str(error)
-    return _Report(version("kvtier"), folder, str(cache), cores_here(), wrong)
+        own_address(host)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
-def scouted(
-    placement: Placement, places: Sequence[Place], model: str, progress: Callable[[str], None]
-) -> dict[int, Ground]:
-    """The ground of each place, by its number, all looked at at once. Raises ScoutError naming the first bad one."""
-    remote_look = ray.remote(num_cpus=0, max_retries=0)(look)
-    asked = [remote_look.options(scheduling_strategy=placement.on(place)).remote(model) for place in places]
-    while len(ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)[0]) < len(asked):
-        progress("looking at the machines, and for the model there")
-    return {place.number: _ground(place, answer, model) for place, answer in zip(places, asked, strict=True)}
+class Scout:
+    """Looks at machines for a deployment, as tasks of Ray."""
 
+    def __init__(self, config: Config) -> None:
+        self._look = ray.remote(num_cpus=0, max_retries=0)(look)
+        self._about = (sources_here(), config.model.path, config.tiers.l4.path, config.name, config.transfer)
 
-def _ground(place: Place, answer: Any, model: str) -> Ground:
-    where = f"{place.node_id} ({place.machine.address})"
-    try:
-        report: _Report = ray.get(answer)
-    except RayTaskError as error:
-        raise ScoutError(_import_sentence(where, error)) from error
-    except RayError as error:
-        raise ScoutError(f"{where} can't be looked at: {str(error).strip().splitlines()[0]}") from error
-    ours = version("kvtier")
-    if report.version != ours:
-        raise ScoutError(
-            f"{where} has kvtier {report.version}, and this machine {ours}: install the same there"
-        )
-    if report.wrong:
-        raise ScoutError(f"{where}: {report.wrong} (it must find model.path {model} too)")
-    return Ground(Path(report.model), Path(report.cache), report.cores)
+    def ask(self, strategy: Any) -> Any:
+        """Look at the machine on which this strategy puts a task: the call that will tell what it found."""
+        return self._look.options(scheduling_strategy=strategy).remote(*self._about)
+
+    def ground(self, place: Place, answer: Any) -> Ground:
+        """What was found. Raises ScoutError, naming the machine."""
+        where = f"{place.node_id} ({place.machine.address})"
+        try:
+            report: _Report = ray.get(answer)
+        except RayTaskError as error:
+            raise ScoutError(_import_sentence(where, error)) from error
+        except RayError as error:
+            raise ScoutError(f"{where} can't be looked at: {str(error).strip().splitlines()[0]}") from error
+        if report.wrong:
+            raise ScoutError(f"{where}: {report.wrong}")
+        return Ground(Path(report.model), Path(report.cache), report.cores, report.kept)
 
 
 def _import_sentence(where: str, error: RayTaskError) -> str:
     last = str(error).strip().splitlines()[-1].strip()
     if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
         return f"{where} can't import kvtier ({last}): install it in the Python that Ray runs with there"
-    return f"{where} can't be looked at: {last}"
+    return f"{where} can't be looked at: {last}; is the same kvtier installed there?"

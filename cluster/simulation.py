@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from kvtier.cluster.directory_core import DirectoryCore, Held
-from kvtier.cluster.routing import Choice, Load, Policy, Speed, WorkerView, choose
+from kvtier.cluster.directory_core import DirectoryCore
+from kvtier.cluster.fleet import Fleet, Load
+from kvtier.cluster.held import Held
+from kvtier.cluster.routing import Choice, Policy, Speed, choose
 from kvtier.cluster.routing import Costs as RoutingCosts
-from kvtier.cluster.routing import Held as RoutingHeld
 from kvtier.cluster.simulation_node import SimNode
 from kvtier.cluster.simulation_parts import PAGE_TOKENS, ROOT, Agenda, Hardware, NodeSizes, Pull
 from kvtier.tier.cache_state import WriteMode
@@ -76,8 +77,8 @@ class Chooser(Protocol):
         self,
         prompt_tokens: int,
         page_tokens: int,
-        workers: Sequence[WorkerView],
-        held: Iterable[RoutingHeld],
+        fleet: Fleet,
+        held: Iterable[Held],
         costs: RoutingCosts,
         policy: Policy,
     ) -> Choice: ...
@@ -108,7 +109,6 @@ class SimWorker:
     place: int  # among the node's workers
     l1: Upper
     load: Load
-    view: WorkerView
     feed: Feed
     queue: deque[Job] = field(default_factory=deque)
     head: Job | None = None
@@ -146,6 +146,7 @@ class Simulation:
         self._children: dict[int, list[int]] = {}
         self._over = 0  # requests
         self._choices = 0
+        self._fleet = Fleet()
         hardware, page_s = shape.hardware, shape.costs.page_s
         self._speed = Speed(
             RoutingCosts(
@@ -180,7 +181,7 @@ class Simulation:
         )
         for place in range(workers):
             number = len(self.workers)
-            name, load = f"w{number}", Load()
+            name = f"w{number}"
             source = Source(f"worker:{name}", "1", node_id, name, f"{node_id}:1")
             self.workers.append(
                 SimWorker(
@@ -188,8 +189,7 @@ class Simulation:
                     node,
                     place,
                     Upper(shape.policy, [shape.l1_pages], 0, shape.costs),
-                    load,
-                    WorkerView(name, node_id, load, 0),
+                    self._fleet.add(name, node_id),
                     self._feed(source, (TierName.HBM,)),
                 )
             )
@@ -224,14 +224,14 @@ class Simulation:
         choice = self._choose(
             request.input_tokens,
             PAGE_TOKENS,
-            [worker.view for worker in self.workers],
-            [RoutingHeld(one.node_id, one.worker_id, one.tier, one.address, one.pages) for one in held],
+            self._fleet,
+            held,
             self._speed.costs,
             self._routing,
         )
         worker = self.workers[int(choice.worker_id[1:])]
         self._choices += 1
-        worker.view = replace(worker.view, chosen=self._choices)
+        worker.load.chosen = self._choices
         worker.load.queued_tokens += choice.computed_tokens
         worker.load.sequences += 1
         job = Job(number, request, keys, worker, now, choice.computed_tokens)

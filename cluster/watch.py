@@ -1,9 +1,12 @@
-"""Watches the processes of a deployment and does what `life.py` decides: makes parts anew, and tells them of each other."""
+"""Watches the processes of a deployment and does what `life.py` and `pulses.py` decide: ends parts, makes them anew, and
+tells them of each other.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,25 +15,49 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from kvtier.cluster.leftovers import Stamp, alive, stamp_of
-from kvtier.cluster.life import Answered, Command, Kind, Life, Lost, Make, Member, Say, Tell, Told, Wire
+from kvtier.cluster.homes import NoHome
+from kvtier.cluster.leftovers import Stamp, alive, kill, stamp_of
+from kvtier.cluster.life import (
+    ABSENT_S,
+    Answered,
+    Command,
+    Incarnation,
+    Kind,
+    Life,
+    Lost,
+    Make,
+    Member,
+    Postponed,
+    Say,
+    Tell,
+    Told,
+    Wire,
+)
+from kvtier.cluster.part_states import PartState, PartStates
+from kvtier.cluster.pulses import Ask, Kill, Pulses
 
 log = logging.getLogger(__name__)
 
-_ATTACH = {Kind.WORKER: "attach_worker", Kind.NODE: "attach_node", Kind.EXCHANGE: "attach_exchange"}
+HEALTH_EVERY_S = 2.0  # an exchange is asked how it is
+_ATTACH = {
+    Kind.WORKER: "attach_worker",
+    Kind.NODE: "attach_node",
+    Kind.EXCHANGE: "attach_exchange",
+    Kind.DIRECTORY: "attach_directory",
+}
 
 
 @dataclass(slots=True)
 class Part:
     """One actor: how to make it, and its process once it answers. `is_here`: on this machine.
 
-    Nodes, exchanges and the directory are started again by Ray. Workers are not: one that dies while it loads would
-    never be heard of, and a gateway must be told of all others.
+    `make` raises NoHome where it can't be made now. The directory alone is started again by Ray: one of the others may
+    have to be made elsewhere.
     """
 
     member: Member
     make: Callable[[], Any]
-    is_here: bool
+    is_here: Callable[[], bool]
     handle: Any
     process: Stamp | None = None
     asked: Any = None  # the call that will tell its process
@@ -43,15 +70,15 @@ class Part:
     @property
     def is_kept(self) -> bool:
         """Whether Ray starts it again by itself."""
-        return self.member.kind not in (Kind.GATEWAY, Kind.WORKER)
+        return self.member.kind is Kind.DIRECTORY
 
     @property
     def is_alive(self) -> bool:
         """As far as can be seen from here."""
-        return self.process is not None and (not self.is_here or bool(alive([self.process])))
+        return self.process is not None and (not self.is_here() or bool(alive([self.process])))
 
 
-def made(member: Member, make: Callable[[], Any], *, is_here: bool) -> Part:
+def made(member: Member, make: Callable[[], Any], *, is_here: Callable[[], bool]) -> Part:
     """A part, its actor just made."""
     return Part(member, make, is_here, make())
 
@@ -72,13 +99,37 @@ def incarnation_of(process: Stamp) -> str:
     return f"{pid}@{start}"
 
 
+@dataclass(slots=True)
+class _Question:
+    """One that a process of a part has been asked, and has not answered yet."""
+
+    incarnation: Incarnation
+    answer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    value: Any
+
+
 class Watch:
     """Owned by the supervisor's main thread. Nothing here waits: what isn't answered yet is looked for the next time."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        """The parts' processes are known and the gateway serves."""
+    def __init__(self, parts: Sequence[Part], stalled_after_s: float, absent_s: float = ABSENT_S) -> None:
+        """The parts' processes are known and the gateway serves. One that stands still for so long is killed, and made
+        anew what answers nothing for `absent_s` while nobody knows of its death."""
         self._parts = {part.name: part for part in parts}
-        self._life = Life([part.member for part in parts])
+        members = [part.member for part in parts]
+        self._life = Life(members, absent_s)
+        self._pulses = Pulses(stalled_after_s)
+        self._pulse_questions: dict[str, _Question] = {}
+        self._states = PartStates(members)
+        self._health_questions: dict[str, _Question] = {}
+        self._healths: dict[str, str | None] = {}  # what exchanges have said last
+        self._next_health_at = 0.0
+        self._heard: tuple[dict[str, Incarnation], list[PartState]] | None = (
+            None  # which gateway was told what
+        )
         self._life.began({part.name: incarnation_of(part.process) for part in parts if part.process})
         self._told: list[tuple[Tell, Any]] = []
 
@@ -88,10 +139,11 @@ class Watch:
         for event in [event for part in self._parts.values() for event in self._seen(part)]:
             if isinstance(event, Lost):
                 self._withdraw(self._parts[event.part])
-            self._do(self._life.handle(event, now), said)
+            self._do(self._life.handle(event, now), said, now)
         for told in self._answers():
-            self._do(self._life.handle(told, now), said)
-        self._do(self._life.due(now), said)
+            self._do(self._life.handle(told, now), said, now)
+        self._do(self._life.due(now), said, now)
+        self._feel(now, said)
         return said
 
     def hopeless(self) -> str:
@@ -115,7 +167,7 @@ class Watch:
         try:
             process: Stamp = ray.get(answer)
         except ActorUnavailableError:
-            if part.is_alive and part.is_here:
+            if part.is_alive and part.is_here():
                 return []
             part.process = None
             return [Lost(part.name, "", is_dead=False)]
@@ -127,7 +179,7 @@ class Watch:
         except RayError as error:
             log.warning("%s can't be asked: %s", part.name, last_line(error))
             return []
-        if part.is_here and not alive([process]):
+        if part.is_here() and not alive([process]):
             return []
         part.process = process
         return [Answered(part.name, incarnation_of(process))]
@@ -143,13 +195,79 @@ class Watch:
         self._told = waiting
         return answered
 
-    def _do(self, commands: Sequence[Command], said: list[str]) -> None:
+    def _feel(self, now: float, said: list[str]) -> None:
+        """The pulses of all, and how the exchanges are; what the gateway is to show of it."""
+        living = self._life.incarnations()
+        for name, incarnation, answer in self._taken(self._pulse_questions):
+            if answer is None:
+                self._pulses.failed(name, incarnation)
+            else:
+                self._pulses.answered(name, incarnation, answer.value)
+        for command in self._pulses.look(living, now):
+            match command:
+                case Ask():
+                    self._ask(self._pulse_questions, command.part, living, "pulse")
+                case Kill():
+                    self._kill(self._parts[command.part])
+                case Say():
+                    said.append(command.text)
+        self._ask_exchanges(now, living)
+        self._tell_states(living)
+
+    def _ask_exchanges(self, now: float, living: dict[str, Incarnation]) -> None:
+        self._healths = {name: wrong for name, wrong in self._healths.items() if name in living}
+        for name, incarnation, answer in self._taken(self._health_questions):
+            if answer is not None and living.get(name) == incarnation:
+                self._healths[name] = answer.value
+        if now < self._next_health_at:
+            return
+        self._next_health_at = now + HEALTH_EVERY_S
+        for name in self._life.living(Kind.EXCHANGE):
+            if name not in self._health_questions:
+                self._ask(self._health_questions, name, living, "health")
+
+    def _ask(
+        self, questions: dict[str, _Question], name: str, living: dict[str, Incarnation], method: str
+    ) -> None:
+        questions[name] = _Question(living[name], getattr(self._parts[name].handle, method).remote())
+
+    def _taken(self, questions: dict[str, _Question]) -> list[tuple[str, Incarnation, _Answer | None]]:
+        """Of each question that is over: the process that was asked, and its answer, None where the call failed."""
+        found: list[tuple[str, Incarnation, _Answer | None]] = []
+        for name, question in list(questions.items()):
+            if not ray.wait([question.answer], timeout=0)[0]:
+                continue
+            del questions[name]
+            try:
+                found.append((name, question.incarnation, _Answer(ray.get(question.answer))))
+            except RayError:
+                found.append((name, question.incarnation, None))
+        return found
+
+    def _tell_states(self, living: dict[str, Incarnation]) -> None:
+        """The gateway, when something has changed."""
+        gateways = self._life.living(Kind.GATEWAY)
+        states = self._states.seen(living, self._pulses.stalled(), self._healths, time.time())
+        heard = {name: living[name] for name in gateways}, states
+        if gateways and heard != self._heard:
+            self._heard = heard
+            for name in gateways:
+                self._parts[name].handle.hear_states.remote(states)  # said again when it changes
+
+    def _kill(self, part: Part) -> None:
+        if part.process and part.is_here():
+            kill([part.process])
+            return
+        with suppress(RayError):
+            ray.kill(part.handle, no_restart=not part.is_kept)
+
+    def _do(self, commands: Sequence[Command], said: list[str], now: float) -> None:
         for command in commands:
             match command:
                 case Say():
                     said.append(command.text)
                 case Make():
-                    self._make(self._parts[command.part])
+                    self._make(self._parts[command.part], said, now)
                 case Tell():
                     self._told.append((command, self._tell(command)))
 
@@ -159,10 +277,14 @@ class Watch:
             for gateway in handles(self._parts.values(), Kind.GATEWAY):
                 gateway.detach_exchange.remote(lost.member.node)  # nothing hangs on the answer
 
-    def _make(self, part: Part) -> None:
+    def _make(self, part: Part, said: list[str], now: float) -> None:
         with suppress(RayError):
             ray.kill(part.handle, no_restart=True)
-        part.handle, part.process, part.asked = part.make(), None, None
+        part.process = part.asked = None
+        try:
+            part.handle = part.make()
+        except NoHome as reason:
+            self._do(self._life.handle(Postponed(part.name, str(reason)), now), said, now)
 
     def _tell(self, tell: Tell) -> Any:
         handle = self._parts[tell.part].handle

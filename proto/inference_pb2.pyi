@@ -259,7 +259,7 @@ class ModelStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., chat_template_digest: _Optional[str] = ..., recipe: _Optional[str] = ..., window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("id", "pid", "health", "detail", "notes", "host", "since", "exchange")
+    __slots__ = ("id", "pid", "health", "detail", "notes", "host", "since", "exchange", "exchange_health", "exchange_detail", "exchange_since")
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,9 @@ class NodeStatus(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_SINCE_FIELD_NUMBER: _ClassVar[int]
     id: str
     pid: int
     health: str
@@ -276,7 +279,10 @@ class NodeStatus(_message.Message):
     host: str
     since: float
     exchange: str
-    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., since: _Optional[float] = ..., exchange: _Optional[str] = ...) -> None: ...
+    exchange_health: str
+    exchange_detail: str
+    exchange_since: float
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., since: _Optional[float] = ..., exchange: _Optional[str] = ..., exchange_health: _Optional[str] = ..., exchange_detail: _Optional[str] = ..., exchange_since: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("id", "node", "pid", "role", "health", "detail", "in_flight", "since")

@@ -19,6 +19,7 @@ from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
+    Clear,
     Command,
     CommitCatalogue,
     Disconnect,
@@ -79,11 +80,13 @@ from kvtier.tier.messages import (
     Release,
     Remote,
     ReturnFrames,
+    SavePages,
     Stored,
     StoredInPeer,
     StoredPage,
     ToNode,
     ToWorker,
+    Unsaved,
     WantSlots,
     Welcome,
 )
@@ -245,6 +248,9 @@ class SimWorker:
     recalled: list[PeerGrant] = field(default_factory=list)
     arenas: set[str] = field(default_factory=set)
     peer_leases: dict[str, dict[PageRef, PeerPage]] = field(default_factory=dict)
+    to_save: dict[PageId, None] = field(
+        default_factory=dict
+    )  # that another node asks for, and it owes a word on
 
     @property
     def is_exchange(self) -> bool:
@@ -347,13 +353,13 @@ class World:
         payloads: dict[Kind, int] | None = None,
         brings_down: bool = True,
         arena_bytes: int = 0,
+        saves: bool = False,
     ) -> SimWorker:
         worker = SimWorker(WorkerRef(name, incarnation), self.payloads if payloads is None else payloads)
         self.workers[worker.ref] = worker
         own = FIELDS if fields is None else fields
         hello = hello_of(name, incarnation, worker.payloads, own, brings_down)
-        if arena_bytes:
-            hello = msgspec.structs.replace(hello, arena_bytes=arena_bytes)
+        hello = msgspec.structs.replace(hello, arena_bytes=arena_bytes, saves_when_asked=saves)
         replies = self.say(worker, hello)
         assert [type(reply) for reply in replies] == [Welcome] + [Arena] * len(worker.arenas)
         return worker
@@ -474,6 +480,29 @@ class World:
             pages.append(page)
         self.say(worker, Stored(pages, hold_for))
         return len(pages)
+
+    def save_asked(self, worker: SimWorker, count: int, root: bytes = ROOT) -> int:
+        """Store the first pages that the worker is asked for, as far as its stock goes; how many."""
+        pages = []
+        for page_id in list(worker.to_save)[:count]:
+            tenant, path, group = _MADE[page_id[0]]
+            kind = group, page_id[1]
+            grant = next((g for g in worker.grants if g.payload_bytes == worker.payloads[kind]), None)
+            if grant is None:
+                break
+            worker.grants.remove(grant)
+            del worker.to_save[page_id]
+            self.fill(grant, page_id)
+            pages.append(stored_page(grant, tenant, path, kind=kind, root=root))
+        self.say(worker, Stored(pages))
+        return len(pages)
+
+    def refuse_asked(self, worker: SimWorker, count: int) -> None:
+        """The worker has not the first pages that it is asked for."""
+        pages = list(worker.to_save)[:count]
+        for page_id in pages:
+            del worker.to_save[page_id]
+        self.say(worker, Unsaved(pages))
 
     def locate(
         self,
@@ -718,6 +747,9 @@ class World:
             self.finish_all()
             progress = self.finish_fetches()
             for worker in list(self.workers.values()):
+                if worker.to_save:
+                    progress = True
+                    self.refuse_asked(worker, len(worker.to_save))
                 for request in list(worker.leases):
                     if worker.leases[request]:
                         progress = True
@@ -786,6 +818,9 @@ class World:
                 for ref in [ref for ref in peers if peers[ref].grant.lender not in self._alive()]:
                     del peers[ref]
                 coming -= {ref for ref in coming if ref[1] >= message.missing.page}
+            case SavePages():
+                assert message.pages and not worker.is_exchange
+                worker.to_save.update(dict.fromkeys(message.pages))
             case Fetch():
                 self._fetch(worker, message)
             case CancelFetch():
@@ -922,3 +957,14 @@ class World:
         if tier is TierName.PEER:
             assert pages <= set(self.peers.values())
         return pages
+
+
+def assert_nothing_leaks(world: World) -> None:
+    """All workers go, all pages too, and L3 is empty."""
+    for worker in list(world.workers.values()):
+        world.die(worker)
+    world.finish_all()
+    world.ask(Clear, None)
+    world.finish_all()
+    assert world.node.is_idle
+    assert world.node.snapshot().tiers[TierName.HOST].used_bytes == 0

@@ -97,8 +97,9 @@ class PlainExchange:
         first, pages = fetch.first_page, fetch.pages
         self._running[str(fetch.fetch_id)] = _Running(fetch, set())
         chain = Chain(
-            [page.key for page in pages], [], bytes(len(pages)), pages[0].variant, "", 0, 0, 1, 0, 0, False
-        )
+            [page.key for page in pages], [], bytes(len(pages)), pages[0].variant, "", 0, 0, 1, 0, 0, False,
+            pages[0].spec_digest,
+        )  # fmt: skip
         end = (first + len(pages)) * fetch.page_tokens
         self._peer.send(
             Locate(str(fetch.fetch_id), fetch.root, fetch.tenant, fetch.page_tokens, first, end, [chain], 0.0)

@@ -19,6 +19,8 @@ from kvtier.cluster.gateway_holders import Holders, HoldersPort
 from kvtier.cluster.gateway_server import GatewayServer
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
+from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.recording import RecordingError
@@ -255,11 +257,30 @@ class EchoWorker:
         ]
         return found[:limit]
 
+    async def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
+        wanted = {key.hex() for key in keys}
+        return [page for page in self.pages_held.values() if page.key in wanted]
+
+    async def held(self, keys: bytes) -> list[HeldKeys]:
+        wanted = split_keys(keys)
+        found: dict[tuple[TierName, str], list[int]] = {}
+        for page in self.pages_held.values():
+            if page.state == "sealed" and (key := bytes.fromhex(page.key)) in wanted:
+                found.setdefault((page.tier, page.variant), []).append(wanted.index(key))
+        return HeldKeys.of(found, len(wanted))
+
+    async def keys_with(self, heads: list[str], limit: int) -> list[list[bytes]]:
+        return keys_with([bytes.fromhex(page.key) for page in self.pages_held.values()], heads, limit)
+
     async def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         return self._each(keys)
 
     async def unpin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         return self._each(keys)
+
+    async def evict_all(self, tier: TierName | None) -> ManyOutcomes:
+        keys = [bytes.fromhex(page.key) for page in await self.pages(None, tier, 10**9)]
+        return ManyOutcomes.of(await self.evict(keys, tier))
 
     async def evict(self, keys: list[bytes], tier: TierName | None) -> list[tuple[bytes, Outcome]]:
         return [
@@ -268,11 +289,15 @@ class EchoWorker:
             if tier is None or key.hex() not in self.pages_held or self.pages_held[key.hex()].tier is tier
         ]
 
-    async def clear(self, tenant: str | bytes | None) -> list[tuple[bytes, Outcome]]:
-        return self._each([bytes.fromhex(page.key) for page in await self.pages(tenant, None, 10**9)])
+    async def clear(self, tenant: str | bytes | None) -> ManyOutcomes:
+        pages = await self.pages(tenant, None, 10**9)
+        return ManyOutcomes.of(self._each([bytes.fromhex(page.key) for page in pages]))
 
-    async def verify(self, keys: list[bytes] | None) -> list[tuple[bytes, Outcome]]:
-        return self._each([bytes.fromhex(key) for key in self.pages_held] if keys is None else keys)
+    async def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
+        return self._each(keys)
+
+    async def verify_all(self) -> ManyOutcomes:
+        return ManyOutcomes.of(self._each([bytes.fromhex(key) for key in self.pages_held]))
 
     async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
         raise RecordingError("an echo has nothing to record")

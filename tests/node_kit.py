@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from waiting import until
 
@@ -96,7 +97,9 @@ class Peer:
         fields: dict[str, str] | None = None,
         tenant: str = "ada",
         page_tokens: int = PAGE_TOKENS,
+        saves: bool = False,
     ) -> None:
+        """`saves`: it may be asked to save pages for other nodes."""
         fields = FIELDS if fields is None else fields
         self.page_tokens = page_tokens
         self.root = root_key(fields)
@@ -105,7 +108,7 @@ class Peer:
         self._heard: list[ToWorker] = []
         self._changed = threading.Condition()
         self._requests = 0
-        hello = hello_of(name, incarnation, fields)
+        hello = msgspec.structs.replace(hello_of(name, incarnation, fields), saves_when_asked=saves)
         self.client = NodeClient.connect(folder / "run" / "sock", hello, self._hear, self.is_closed.set)
 
     def close(self) -> None:

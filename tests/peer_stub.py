@@ -113,10 +113,10 @@ class StubNode:
             self.host.write(Place(0, grant.slot), envelope, payload_of(number, self.nbytes))
             self._slots[key_of(number)] = grant.slot
 
-    def spoil(self, number: int) -> None:
-        """Flip a bit of a page's bytes."""
+    def spoil(self, number: int, at: int | None = None) -> None:
+        """Flip a bit of a page's slot: of its byte `at`; in the middle of its payload."""
         slot = self.host.slot(Place(0, self._slots[key_of(number)]), self.nbytes)
-        slot[HEADER_BYTES + self.nbytes // 2] ^= 1
+        slot[HEADER_BYTES + self.nbytes // 2 if at is None else at] ^= 1
 
     def has(self, number: int) -> bool:
         """Whether the page is still there."""

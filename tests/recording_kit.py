@@ -24,7 +24,7 @@ from cache_world import (
 
 from kvtier.tier import checkpoint
 from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Clear, Command, Event, Evict, Pin, Unpin, Verify
+from kvtier.tier.events import Clear, ClearPages, Command, Event, Evict, Pin, Unpin, Verify
 from kvtier.tier.page import TierName
 from kvtier.tier.recorded_node import MODULES, NODE
 from kvtier.tier.recording import (
@@ -198,9 +198,11 @@ class Life:
 
     def operate(self) -> None:
         keys = tuple(chain_keys(self.rng.choice(TENANTS), self.rng.choice(PATHS)))
-        verb = self.rng.choice([Pin, Unpin, Evict, Verify, Clear])
+        verb = self.rng.choice([Pin, Unpin, Evict, Verify, Clear, ClearPages])
         if verb is Clear:
             self.world.ask(Clear, self.rng.choice([None, tenant_of("ada")]))
+        elif verb is ClearPages:
+            self.world.ask(ClearPages, tuple(self.world.node.page_ids(3)))
         elif verb is Evict:
             self.world.ask(Evict, keys, self.rng.choice([None, TierName.HOST, TierName.SSD]))
         else:

@@ -95,6 +95,8 @@ PURE = (
                 "sinking",
                 "uses",
                 "verbs",
+                "by_key",
+                "outcomes",
                 "worth",
                 "ranking",
                 "shares",
@@ -111,9 +113,10 @@ PURE = (
     + [f"workers/{name}.py" for name in PURE_WORKERS]
     + [
         f"cluster/{name}.py"
-        for name in ("config", "config_nodes", "config_values", "policies", "routing", "text")
+        for name in ("config", "config_nodes", "config_values", "policies", "routing", "fleet", "text")
     ]
-    + [f"cluster/{name}.py" for name in ("gateway_status", "life")]
+    + [f"cluster/{name}.py" for name in ("gateway_status", "gateway_find", "gateway_outcomes", "life")]
+    + [f"cluster/{name}.py" for name in ("held", "part_states", "pulses")]
     + [f"cluster/directory_{name}.py" for name in ("core", "slots", "table")]
     + [f"cluster/{name}.py" for name in ("simulation", "simulation_node", "simulation_parts")]
 )

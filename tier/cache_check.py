@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvtier.tier.lent_check import CheckedFrames, kinds_by_key
 from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.records import HostCopy, Leaving, RemoteLoad, SsdCopy, parent_key
+from kvtier.tier.records import HostCopy, Leaving, RemoteLoad, Saving, SsdCopy, parent_key
 from kvtier.tier.shares import UNLIMITED
 
 
@@ -19,6 +19,7 @@ class CheckedState(CheckedFrames):
         self._check_readers()
         self._check_transfers()
         self._check_fetches()
+        self._check_savings()
         self._check_waiting()
         self._check_pages()
         self._check_superseded()
@@ -87,6 +88,8 @@ class CheckedState(CheckedFrames):
                     assert (request, ref) in load.waiters
                     if isinstance(load, RemoteLoad):
                         assert self._fetches.coming.get(load.id) is load, "an abandoned load is waited for"
+                    elif isinstance(load, Saving):
+                        assert self._savings.get(load.id) is load, "what nobody saves is waited for"
                     else:
                         assert load.page.load is load
         readers.update(write.copy for write in self._writes.values())
@@ -150,9 +153,26 @@ class CheckedState(CheckedFrames):
             assert self._workers[fetch.exchange.ref] is fetch.exchange and fetch.exchange.is_exchange
             assert exchange is fetch.exchange or not any(load.waiters for load in fetch.pages.values())
         for page_id, load in self._fetches.coming.items():
-            assert page_id not in self._pages, "a page is to come that is here"
+            page = self._pages.get(page_id)
+            assert page is None or page.host is None, "a page is to come that is in L3"
             for request, ref in load.waiters:
                 assert request.waits[ref] is load and request.worker.requests[request.request_id] is request
+
+    def _check_savings(self) -> None:
+        """What workers are to save is nowhere here, an exchange waits for it, and one of those asked may answer still."""
+        assert len(self._savings) <= self.limits.savings
+        for page_id, saving in self._savings.items():
+            assert saving.id == page_id and page_id not in self._pages and saving.waiters
+            assert saving.asked and not self._draining
+            for worker in saving.asked:
+                assert (
+                    self._workers[worker.ref] is worker
+                    and not worker.fenced
+                    and worker.hello.saves_when_asked
+                )
+            for request, ref in saving.waiters:
+                assert request.waits[ref] is saving and request.worker.is_exchange
+                assert request.worker.requests[request.request_id] is request
 
     def _check_waiting(self) -> None:
         """Nothing waits that could go on, and what waits for a slot can get one."""
@@ -164,7 +184,7 @@ class CheckedState(CheckedFrames):
                 waiting.add(slot_bytes(payload_bytes))
         if self._queue and self._may_read(next(iter(self._queue)).page):
             waiting.add(next(iter(self._queue)).page.slot_bytes)
-        waiting |= self._fetches.sizes_waited_for()
+        waiting |= self._fetches.sizes_waited_for(self._now)
         for size in waiting:
             assert self._slots.available(size) > 0, "a slot is waited for that will never come"
             assert not self._has_victim(size), "a slot is waited for though one could be had"

@@ -39,6 +39,7 @@ from kvtier.tier.records import (
     PeerCopy,
     RemoteLoad,
     Request,
+    Saving,
     SsdCopy,
     SsdRank,
     Worker,
@@ -149,6 +150,7 @@ class CacheState(LentFrames):
         self._queued_bytes = 0  # payloads of the queued loads
         self._reads: dict[int, Load] = {}
         self._fetches = Fetches(self.limits, host.capacity_bytes)
+        self._savings: dict[PageId, Saving] = {}
         self._exchange: Worker | None = None  # of this node, where there is one that is heard
         self._num_exchanges = 0  # of the workers
         self._read_bytes = 0  # slots of the reads
@@ -229,10 +231,18 @@ class CacheState(LentFrames):
                         keys.append(page.envelope.key)
         return held
 
-    def pages(self, tenant: bytes | None, tier: TierName | None, limit: int, now: float) -> list[PageInfo]:
-        """Copies of a tenant's pages (None: of all) in a tier (None: in both), at most `limit`."""
+    def pages(
+        self,
+        tenant: bytes | None,
+        tier: TierName | None,
+        limit: int,
+        now: float,
+        among: Iterable[PageId] | None = None,
+    ) -> list[PageInfo]:
+        """Copies of a tenant's pages (None: of all) in a tier (None: in all), at most `limit`; only of those in `among`."""
         found: list[PageInfo] = []
-        for page in self._pages.values():
+        ids = self._pages if among is None else among
+        for page in (self._pages[id] for id in ids if id in self._pages):
             if tenant is not None and page.envelope.tenant != tenant:
                 continue
             host, ssd, load, peer = page.host, page.ssd, page.load, page.peer
@@ -507,7 +517,9 @@ class CacheState(LentFrames):
             del load.waiters[request, ref]
             if load.waiters:
                 continue
-            if isinstance(load, RemoteLoad):
+            if isinstance(load, Saving):
+                self._savings.pop(load.id, None)
+            elif isinstance(load, RemoteLoad):
                 self._fetches.unwanted(load)
             elif load.page.load is load and load.transfer is None:
                 load.page.load = None
@@ -532,8 +544,15 @@ class CacheState(LentFrames):
         fetch = self._fetches.forget(page.id)
         if fetch is not None:
             self._serve(fetch, copy, came_from)
+        saving = self._savings.pop(page.id, None)
+        if saving is not None and saving.fits(page.envelope):
+            self._serve(saving, copy, came_from)
+        elif saving is not None:
+            self._fail(
+                saving, "identity_differs", "a page of this key came from another tenant, root or shape"
+            )
 
-    def _serve(self, load: Load | RemoteLoad, copy: HostCopy, came_from: CameFrom) -> None:
+    def _serve(self, load: Load | RemoteLoad | Saving, copy: HostCopy, came_from: CameFrom) -> None:
         for request, ref in load.waiters:
             del request.waits[ref]
             found = self._lease(request, ref, copy, came_from)
@@ -558,7 +577,7 @@ class CacheState(LentFrames):
         if load.transfer is None:
             self._unqueue(load)
 
-    def _fail(self, load: Load | RemoteLoad, reason: str, detail: str) -> None:
+    def _fail(self, load: Load | RemoteLoad | Saving, reason: str, detail: str) -> None:
         for request, ref in list(load.waiters):
             if request.waits.get(ref) is load:
                 self._send(request.worker, LoadFailed(request.request_id, Missing(ref[1], reason, detail)))

@@ -12,6 +12,7 @@ from collections import Counter
 
 from kvtier.tier.events import (
     Clear,
+    ClearPages,
     Command,
     Disconnect,
     Drain,
@@ -62,6 +63,7 @@ from kvtier.tier.messages import (
     StoredInPeer,
     StoredPage,
     ToNode,
+    Unsaved,
     WantFrames,
     WantSlots,
     Welcome,
@@ -75,11 +77,11 @@ from kvtier.tier.records import (
     Request,
     Worker,
 )
-from kvtier.tier.remote import Remotes
+from kvtier.tier.savings import Savings
 from kvtier.tier.uses import malformed as malformed_use
 
 
-class Coordinator(Remotes, Lending):
+class Coordinator(Savings, Lending):
     """All decisions of a node's cache. One owner calls it, from one thread.
 
     L3 is what `host` has of slots (none: the tier is off, and with it what it would reach); L4 is what `ssd` allocates
@@ -120,6 +122,7 @@ class Coordinator(Remotes, Lending):
         return self._pump_shares() or begun
 
     def _pump_slots(self) -> None:
+        self._end_late_fetches()
         self._has_emptied = True
         while self._has_emptied:  # one size has got its slot, so another's turn may have come
             self._has_emptied = False
@@ -151,6 +154,8 @@ class Coordinator(Remotes, Lending):
                 self._answer(event.ticket, ((key, self._unpin(key)) for key in event.keys))
             case Evict():
                 self._answer(event.ticket, ((key, self._evict_key(key, event.tier)) for key in event.keys))
+            case ClearPages():
+                self._answer(event.ticket, self._clear_pages(event.pages))
             case Clear():
                 self._answer(event.ticket, self._clear(event.tenant))
             case Verify():
@@ -183,6 +188,8 @@ class Coordinator(Remotes, Lending):
                 self._fetched_pages(worker, message)
             case Stored():
                 self._stored(worker, message)
+            case Unsaved():
+                self._unsaved(worker, message)
             case Fetched():
                 self._fetched(worker, message)
             case Locate():
@@ -268,6 +275,7 @@ class Coordinator(Remotes, Lending):
         self._sizes -= Counter(worker.sizes)
         if worker.is_exchange:
             self._exchange_gone(worker)
+        self._saves_no_more(worker)
         if self._demotes:
             for page in self._pages.values():
                 if page.above and page.user == ref:
@@ -290,6 +298,7 @@ class Coordinator(Remotes, Lending):
             self._out.append(Disconnect(worker.ref, reason))
             if worker.is_exchange:
                 self._exchange_went(worker)
+            self._saves_no_more(worker)
 
     def _forget_wants(self, worker: Worker) -> None:
         self._forget_frame_wants(worker)
@@ -414,9 +423,11 @@ class Coordinator(Remotes, Lending):
                 loading.append(ref)
         if not worker.is_exchange:
             self._histories.begin([page.row for _, page in hit.needed], self._now)
-        if hit.source is not None and request is not None:
-            loading += self._fetch_absent(request, message, hit, hit.source)
-        self._send(worker, Located(message.request_id, hit.pages, host, loading, missing, peers))
+        if request is not None:
+            loading += self._fetch_pages(request, message, hit)
+            loading += self._have_saved(request, message, hit)
+        located = Located(message.request_id, hit.pages, host, loading, missing, peers, hit.unsaved)
+        self._send(worker, located)
 
     def _without_node(self, message: Locate, reason: str, detail: str) -> tuple[Hit, Missing | None]:
         """What L1 alone can serve."""
@@ -443,6 +454,11 @@ class Coordinator(Remotes, Lending):
             return page if payloads.get(page.envelope.spec_digest) == page.envelope.payload_bytes else None
 
         lookup = Lookup(message, find, self.limits.keys_per_locate)
+        if lookup.is_simple:
+            hit, missing = self._cheapest(worker, message, lookup)
+            if worker.is_exchange and missing is None:
+                hit = self._with_l1(message, lookup, hit)
+            return hit, missing or self._why_not_longer(lookup, hit, message)
         hit = lookup.longest()
         to_load = [
             page for _, page in hit.needed if page.host is None and not self._peer_copy_for(worker, page)
@@ -454,24 +470,7 @@ class Coordinator(Remotes, Lending):
                 return resident, Missing(resident.pages, "costlier", why)
             if why is not None:
                 hit = resident
-        if message.remotes and hit.pages < lookup.end:
-            hit, costlier = self._with_remotes(worker, message, lookup, hit)
-            if costlier is not None:
-                return hit, costlier
         return hit, self._why_not_longer(lookup, hit, message)
-
-    def _costlier(self, pages: list[Page], compute_s: float) -> str | None:
-        """Whether loading takes longer than computing, in a sentence; else None."""
-        ahead = len(self._queue) + len(self._reads)
-        nbytes = self._queued_bytes + sum(load.page.envelope.payload_bytes for load in self._reads.values())
-        nbytes += sum(page.envelope.payload_bytes for page in pages if page.load is None)
-        load_s = nbytes / self._bandwidth.at(self._now)
-        if load_s <= compute_s:
-            return None
-        return (
-            f"loading from L4 would take {load_s * 1e3:.1f} ms ({ahead} pages ahead), "
-            f"computing {compute_s * 1e3:.1f} ms"
-        )
 
     def _why_not_longer(self, lookup: Lookup, hit: Hit, message: Locate) -> Missing | None:
         if hit.pages == lookup.end:
@@ -510,22 +509,25 @@ class Coordinator(Remotes, Lending):
             self._forget_if_over(request)
             return
         corrupt = set(message.corrupt)
+        was_leased = False  # else they were read from the memory of a lender that is gone
         for ref in message.pages:
             copy = request.leases.pop(ref, None)
             if copy is not None:
+                was_leased = True
                 if ref in corrupt:
                     self._drop_corrupt(copy, "a worker's read")
                 elif self._demotes and not worker.is_exchange:
                     self._taken_up(copy.page, worker)
                 self._end_lease(copy)
         self._forget_if_over(request)
+        if not was_leased:
+            return
         self._host_counters.bytes_out += message.nbytes
         if worker.is_exchange:
             self._served(message)
             return
         self._copy_time.copied(message.nbytes, message.seconds)
-        if message.pages:
-            self._host_counters.loads_s.append(message.seconds / len(message.pages))
+        self._host_counters.loads_s.append(message.seconds / len(message.pages))
 
     def _taken_up(self, page: Page, worker: Worker) -> None:
         """A worker's L1 has the page now. Where no other uses it, one copy is enough, and that one will come down."""
@@ -634,6 +636,7 @@ class Coordinator(Remotes, Lending):
         """All goes to L4 from now on, whatever it is worth."""
         self._draining = True
         self._demotes = False
+        self._end_savings(self._savings.values(), "load_failed", "the node is about to stop")
         for page in self._pages.values():
             page.above, page.leaving = False, Leaving.STAYS
             self._settle(page)

@@ -111,6 +111,14 @@ class Evict:
 
 
 @dataclass(frozen=True, slots=True)
+class ClearPages:
+    """Drop and wipe these pages, pinned ones too, ahead of the `Clear` that they are cleared for and that ends it."""
+
+    ticket: int
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Drop and wipe all pages of a tenant (its digest; None: all tenants), pinned ones too."""
 
@@ -120,10 +128,10 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read every copy of these pages (None: of all) and check it."""
+    """Read every copy of these pages and check it."""
 
     ticket: int
-    keys: tuple[bytes, ...] | None
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,7 @@ Event = (
     | Pin
     | Unpin
     | Evict
+    | ClearPages
     | Clear
     | Verify
     | Drain

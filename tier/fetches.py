@@ -2,94 +2,163 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf
 
 from kvtier.tier.events import PageId
+from kvtier.tier.messages import Remote
 from kvtier.tier.records import Limits, RemoteLoad, Worker
 
 WINDOW_SHARE = 8  # pages on their way from other nodes take at most one in so many of L3's slots
 PEER_SHARE = 2  # ... and those from one node one in so many of these: a slow node leaves room to the others
+LEAST_SCALE = 0.25  # a guess makes a node at most so much quicker than it was taken for
+DOUBT_S = 10.0  # after a failure, or until pages come, a node is asked only for what no other has
+DEADLINE_SHARE = 8  # a Fetch has as many pages as are expected in one part in so many of its deadline
+PROBE_BYTES = 2**20  # may be on their way from a node of which nothing is known; one page always
+STREAM_BYTES_S = (
+    4 * 2**20
+)  # a node has as many fetches at once as leave so much to each: exchanges have a floor
 
 
 class PeerSpeed:
     """How long a node takes until its first page comes, and its bytes per second from then on. Owned by a Peer.
 
-    Both are averages with more weight on the recent, and forgotten after TRUSTED_S: one bad moment must not end all
-    fetches. The bytes are those of all its fetches together, since they share what carries them.
+    Both are averages with more weight on the recent: one bad moment must not end all fetches. What wasn't measured for
+    TRUSTED_S is taken for true until it is measured anew, then for nothing; for that a single Fetch is tried that seems
+    too dear. The bytes are those of all its fetches together, since they share what carries them.
     """
 
     PRIOR_LATENCY_S = 0.002
     PRIOR_BYTES_S = 1e9
     WINDOW_S = 0.005
+    SHORT_S = 0.001  # the last window of a fetch tells something if it is so long
+    BURST_SHARE = 16  # in one part in so many of the time to the first batch, more came together with it
+    LONG_S = 0.25  # what breaks off after so long tells how slow it was
+    BATCH_BYTES = 2 * 2**20  # may have come that nobody was told of
     TRUSTED_S = 60.0
     TRY_S = 10.0
-    WEIGHT = 0.25
+    WEIGHT = 0.25  # of a new latency
+    MEMORY_S = 1.0  # of transfers that the bytes per second are an average over, weighted by time: pages come in bursts
 
     def __init__(self) -> None:
         self._latency_s, self._bytes_s = self.PRIOR_LATENCY_S, self.PRIOR_BYTES_S
         self._latency_at: float | None = None
         self._bytes_at: float | None = None
+        self._guessed_at: float | None = None
+        self._sum_bytes = self._sum_s = 0.0  # of what was measured lately
         self._since = 0.0
         self._bytes = 0
+        # Of what is under way: seconds until the first bytes, and those bytes; None before, and once they are used.
+        self._first: tuple[float, int] | None = None
         self._is_first = True
         self._try_at = -inf
 
     def began(self, now: float) -> None:
-        """A fetch begins after a pause."""
-        self._since, self._bytes, self._is_first = now, 0, True
+        """A fetch begins, and nothing else is on its way."""
+        self._use_first(now)
+        self._since, self._bytes, self._first, self._is_first = now, 0, None, True
 
     def came(self, nbytes: int, now: float) -> None:
         """So many bytes are here."""
-        elapsed = now - self._since
         if self._is_first:
-            self._add_latency(elapsed - nbytes / self._speed(now), now)
-            self._since, self._is_first = now, False
+            self._first, self._is_first = (now - self._since, nbytes), False
+            self._since = now
+            if self.is_known(now):
+                self._use_first(now)
+            else:
+                self._guess(nbytes, self._first[0], now)
             return
         self._bytes += nbytes
-        if elapsed >= self.WINDOW_S:
-            weight = 1.0 if self._speed_is_old(now) else self.WEIGHT
-            self._bytes_s += weight * (self._bytes / elapsed - self._bytes_s)
-            self._bytes_at = now
+        if now - self._since >= max(self.WINDOW_S, self._burst_s):
+            self._end_window(now)
+
+    def ended(self, now: float) -> None:
+        """None of its fetches is under way any more."""
+        if self._bytes and now - self._since >= max(self.SHORT_S, self._burst_s):
+            self._end_window(now)
+        self._use_first(now)
+
+    def failed(self, now: float, *, was_slow: bool) -> None:
+        """A fetch under way broke off: how long that took says what its first bytes take at least, or all of them."""
+        elapsed, most = now - self._since, self._bytes + self.BATCH_BYTES
+        expected = elapsed * self._bytes_s
+        if was_slow and elapsed >= self.LONG_S and (most < expected or not self.is_known(now)):
+            self._measure_bytes_s(min(most, expected), elapsed, now)
+        if self._is_first and elapsed > self._latency_s:
+            self._add_latency(elapsed, now)
+
+    def waited(self, now: float) -> None:
+        """What was to come was waited for at the other node: that time says nothing of how it sends."""
+        if not self._is_first:
             self._since, self._bytes = now, 0
 
-    def failed(self, now: float) -> None:
-        """The fetches under way brought nothing, which is told by how long they took."""
-        if self._is_first and now - self._since > self._latency(now):
-            self._add_latency(now - self._since, now)
+    def is_new(self, now: float) -> bool:
+        """Nothing is known of its bytes per second, not even what one batch told."""
+        return self._is_old(self._bytes_at, now) and self._is_old(self._guessed_at, now)
+
+    def is_known(self, now: float) -> bool:
+        """Its bytes per second have been measured lately."""
+        return not self._is_old(self._bytes_at, now)
 
     def may_try(self, compute_s: float, now: float) -> bool:
         """Its bytes per second aren't known, and it is time to find out by one fetch, whatever is assumed of them.
 
         Not where it is known that it takes longer than computing until the first byte comes.
         """
-        is_slow = not self._latency_is_old(now) and self._latency_s >= compute_s
-        return self._speed_is_old(now) and now >= self._try_at and not is_slow
+        is_slow = not self._is_old(self._latency_at, now) and self._latency_s >= compute_s
+        return self._is_old(self._bytes_at, now) and now >= self._try_at and not is_slow
 
     def tries(self, now: float) -> None:
         """That fetch goes out: the next one not before TRY_S have passed."""
         self._try_at = now + self.TRY_S
 
-    def load_s(self, nbytes: int, now: float) -> float:
+    def load_s(self, nbytes: int) -> float:
         """How long so many bytes will take."""
-        return self._latency(now) + nbytes / self._speed(now)
+        return self._latency_s + nbytes * self.byte_s
+
+    @property
+    def byte_s(self) -> float:
+        """How long one byte takes, once they come."""
+        return 1.0 / self._bytes_s
+
+    @property
+    def _burst_s(self) -> float:
+        """What the first window must be longer than, while nothing else tells how fast a node is."""
+        return 0.0 if self._first is None else self._first[0] / self.BURST_SHARE
+
+    def _guess(self, nbytes: int, seconds: float, now: float) -> None:
+        """So much came at once. That is one number and not two: both are taken to be as much off as their sum is."""
+        self._bytes_s /= max(LEAST_SCALE, seconds / self.load_s(nbytes))
+        self._guessed_at = now
+
+    def _end_window(self, now: float) -> None:
+        elapsed = now - self._since
+        self._measure_bytes_s(self._bytes, elapsed, now)
+        self._since, self._bytes = now, 0
+        self._use_first(now)
+
+    def _use_first(self, now: float) -> None:
+        """The bytes per second are known: what the first bytes took beyond these is the latency."""
+        if self._first is not None:
+            first_s, nbytes = self._first
+            self._add_latency(first_s - nbytes / self._bytes_s, now)
+            self._first = None
+
+    def _measure_bytes_s(self, nbytes: float, seconds: float, now: float) -> None:
+        keep = 0.0 if self._is_old(self._bytes_at, now) else exp(-seconds / self.MEMORY_S)
+        self._sum_bytes = keep * self._sum_bytes + nbytes
+        self._sum_s = keep * self._sum_s + seconds
+        self._bytes_s = self._sum_bytes / self._sum_s
+        self._bytes_at = now
 
     def _add_latency(self, measured_s: float, now: float) -> None:
-        weight = 1.0 if self._latency_is_old(now) else self.WEIGHT
+        weight = 1.0 if self._is_old(self._latency_at, now) else self.WEIGHT
         self._latency_s += weight * (max(0.0, measured_s) - self._latency_s)
         self._latency_at = now
 
-    def _latency(self, now: float) -> float:
-        return self.PRIOR_LATENCY_S if self._latency_is_old(now) else self._latency_s
-
-    def _speed(self, now: float) -> float:
-        return self.PRIOR_BYTES_S if self._speed_is_old(now) else self._bytes_s
-
-    def _latency_is_old(self, now: float) -> bool:
-        return self._latency_at is None or now - self._latency_at > self.TRUSTED_S
-
-    def _speed_is_old(self, now: float) -> bool:
-        return self._bytes_at is None or now - self._bytes_at > self.TRUSTED_S
+    def _is_old(self, at: float | None, now: float) -> bool:
+        return at is None or now - at > self.TRUSTED_S
 
 
 @dataclass(slots=True, eq=False)
@@ -103,11 +172,16 @@ class Peer:
     running: int = 0  # fetches
     slot_bytes: int = 0  # of what is on its way
     is_failing: bool = False  # its last fetch broke off; said once
+    failed_at: float = -inf  # when it did, unless pages have come since
 
     @property
     def is_idle(self) -> bool:
         """Nothing is to come from it."""
         return not (self.queue or self.running)
+
+    def is_doubtful(self, now: float) -> bool:
+        """What others have is rather fetched from these."""
+        return now - self.failed_at < DOUBT_S
 
 
 @dataclass(slots=True, eq=False)
@@ -145,12 +219,14 @@ class Fetches:
         """Nothing is queued or in flight."""
         return not (self.queued or self.running)
 
-    def peer(self, node_id: str) -> Peer | None:
-        """A node by its name; None when all that are remembered are busy, and no more may be."""
+    def peer(self, node_id: str, keep: Collection[Peer] = ()) -> Peer | None:
+        """A node by its name; None when all that are remembered are busy or to be kept, and no more may be."""
         peer = self.peers.pop(node_id, None)
         if peer is None:
             if len(self.peers) >= self.limits.peers:
-                idle = next((name for name, other in self.peers.items() if other.is_idle), None)
+                idle = next(
+                    (name for name, other in self.peers.items() if other.is_idle and other not in keep), None
+                )
                 if idle is None:
                     return None
                 del self.peers[idle]
@@ -168,6 +244,13 @@ class Fetches:
         peer.queue[load] = None
         peer.ahead_bytes += load.payload_bytes
         self.queued += 1
+
+    def move(self, load: RemoteLoad, remote: Remote) -> None:
+        """A load that failed, and is in no Fetch any more, is queued again, to another node that is known."""
+        assert self.coming.pop(load.id) is load
+        load.node_id, load.address = remote.node_id, remote.address
+        load.fetch = load.grant = None
+        self.add(load)
 
     def forget(self, page: PageId) -> RemoteLoad | None:
         """A page isn't to come any more, since it is here or won't come; its load, where there is one."""
@@ -200,33 +283,38 @@ class Fetches:
         """Nodes of which something is queued."""
         return [peer for peer in self.peers.values() if peer.queue] if self.queued else []
 
-    def next_run(self, peer: Peer) -> list[RemoteLoad]:
+    def next_run(self, peer: Peer, now: float) -> list[RemoteLoad]:
         """What may be fetched from a node now, in one Fetch: pages that follow each other in one chain.
 
         A window that has filled up gives out no single pages: it waits until a good part of it is free.
         """
         if not peer.queue or len(self.running) >= self.limits.fetches:
             return []
-        if peer.running >= self.limits.fetches_per_peer:
+        first, speed = next(iter(peer.queue)), peer.speed
+        at_once = int(1.0 / (STREAM_BYTES_S * speed.byte_s))
+        if peer.running >= min(self.limits.fetches_per_peer, max(2, at_once)):
             return []
-        size, most = next(iter(peer.queue)).slot_bytes, self.max_slot_bytes // PEER_SHARE
+        size, most = first.slot_bytes, self.max_slot_bytes // PEER_SHARE
+        if speed.is_new(now):
+            most = min(most, max(PROBE_BYTES, size))
         free = min(self.max_slot_bytes - self.slot_bytes, most - peer.slot_bytes) // size
         if not self.running:
             free = max(free, 1)
         if free <= 0:
             return []
-        run = _run(peer.queue, self.limits.fetch_pages)
+        in_time = self.limits.fetch_deadline_s / (DEADLINE_SHARE * first.payload_bytes * speed.byte_s)
+        run = _run(peer.queue, max(1, min(self.limits.fetch_pages, int(in_time))))
         return run[:free] if free >= min(len(run), max(1, most // size // 4)) else []
 
-    def sizes_waited_for(self) -> set[int]:
+    def sizes_waited_for(self, now: float) -> set[int]:
         """Slot sizes of the pages that could be fetched now, if there were slots."""
-        return {run[0].slot_bytes for peer in self.waiting() if (run := self.next_run(peer))}
+        return {run[0].slot_bytes for peer in self.waiting() if (run := self.next_run(peer, now))}
 
     # ---- fetches ---------------------------------------------------------------------------------------------------
 
     def begin(self, fetch: Running, now: float) -> None:
         """A Fetch goes out; its loads have their grants and were the first of their queue."""
-        if not fetch.peer.running:
+        if not fetch.peer.slot_bytes:
             fetch.peer.speed.began(now)
         fetch.peer.running += 1
         self.running[fetch.fetch_id] = fetch
@@ -245,11 +333,13 @@ class Fetches:
         fetch.peer.slot_bytes -= load.slot_bytes
         self.slot_bytes -= load.slot_bytes
 
-    def end(self, fetch: Running) -> None:
+    def end(self, fetch: Running, now: float) -> None:
         """A Fetch is over, and so are all its pages."""
         assert not fetch.pages
         del self.running[fetch.fetch_id]
         fetch.peer.running -= 1
+        if not fetch.peer.running:
+            fetch.peer.speed.ended(now)
         self._doubtful.pop(fetch, None)
 
     def check(self) -> None:
@@ -298,7 +388,7 @@ def _run(queue: dict[RemoteLoad, None], most: int) -> list[RemoteLoad]:
 def _follows(before: RemoteLoad, load: RemoteLoad) -> bool:
     """One Fetch can ask for both."""
     return (
-        (before.id[0], before.depth + 1) == (load.parent, load.depth)
+        (before.id[0], before.depth + 1, before.late_at) == (load.parent, load.depth, load.late_at)
         and (before.address, before.root, before.tenant) == (load.address, load.root, load.tenant)
         and (before.id[1], before.spec_digest, before.tokens) == (load.id[1], load.spec_digest, load.tokens)
         and before.payload_bytes == load.payload_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain as joined
 from itertools import islice
+from math import inf
 
 from kvtier.tier.events import PageId
 from kvtier.tier.messages import Chain, Locate, PageRef, Remote
@@ -22,19 +23,21 @@ MAX_FIRST_PAGE = 2**20  # of the longest streams, 2**24 tokens in pages of 16
 MAX_REMOTES, MAX_NAME = 64, 256  # hints of one Locate, and characters of a node's name or address
 
 Find = Callable[[bytes, str], Page | None]
+Sources = tuple[Remote, ...]
 
 
 @dataclass(slots=True)
 class Hit:
-    """A prefix of `pages` pages, and those of its pages that the node must bring.
+    """A prefix of `pages` pages: those of them that the node must bring, and those to be fetched from other nodes.
 
-    Where it is that long only with pages of another node: `absent` are those, and `source` is the node.
+    `fetched` are these: of each, the nodes that are said to have it, the one to ask first. `unsaved` are those that
+    only a worker may have, in its L1.
     """
 
     pages: int
     needed: list[tuple[PageRef, Page]]
-    absent: list[PageRef] = field(default_factory=list)
-    source: Remote | None = None
+    fetched: list[tuple[PageRef, Sources]] = field(default_factory=list)
+    unsaved: list[PageRef] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +79,27 @@ class Lookup:
         return self._hit(resident=True)
 
     @property
-    def may_bridge(self) -> bool:
-        """The gaps of its one chain can be filled by pages of another node: all are alike, and each is attended."""
+    def is_simple(self) -> bool:
+        """One chain of which every page is attended, as it was written: each page is had on its own, whatever the end."""
         chain = self._message.chains[0]
         is_exact = not (chain.decayed or chain.other_keys or chain.any_variant)
-        return len(self._chains) == 1 and self._chains[0].is_plain and is_exact and bool(chain.spec_digest)
+        return len(self._chains) == 1 and self._chains[0].is_plain and is_exact
 
-    def bridge(self, source: Remote) -> Hit:
-        """The longest prefix with the pages that another node is said to have; so are all lookups from now on."""
+    def row(self, reach: int) -> list[Page | bool]:
+        """Of a simple chain, page by page: the page that is here, True where L1 has it, False where nobody has.
+
+        As far as the first that nobody has at or behind page `reach` of the sequence.
+        """
         (known,) = self._chains
-        known.bridge(source.pages - self._first)
-        hit = self.longest()
-        hit.absent = [(0, self._first + index) for index in known.absent]
-        hit.source = source
-        return hit
+        return known.row(reach - self._first)
 
     def blocked_at(self, pages: int) -> Blocked:
         """What a prefix longer than `pages` pages, the longest there is, lacks first."""
         position = self._position(pages + 1)
         for number, known in enumerate(self._chains):
-            for index in known.attended(self._first, pages + 1, position, self._page_tokens):
+            behind = pages - self._first  # of a plain chain all that is before is there, or is fetched
+            attended = known.attended(self._first, pages + 1, position, self._page_tokens)
+            for index in (behind,) if known.is_plain else attended:
                 found = known.blocked(index, self._first, position, self._page_tokens)
                 if found is not None:
                     return Blocked(number, self._first + index, *found)
@@ -133,7 +137,6 @@ class _Known:
         self._chain = chain
         self._find = find
         self._length = length
-        self.absent: dict[int, None] = {}  # pages that count as written, since another node has them
         self.is_plain = not chain.window_tokens and (chain.any_variant or not chain.decayed)
         # A plain chain is found as far as its first gap: all behind it is of no use.
         self._written: list[Page | None] = []
@@ -152,20 +155,18 @@ class _Known:
                 self._gap = index
                 break
 
-    def bridge(self, end: int) -> None:
-        """Of a plain chain that is exact: go on behind its first gap, where pages before `end` are nowhere gaps."""
-        held = self._chain.held
-        for index in range(self._gap, self._length):
+    def row(self, reach: int) -> list[Page | bool]:
+        """Of a simple chain: see Lookup."""
+        held, row = self._chain.held, []
+        for index in range(self._length):
             if index == len(self._written):
                 self._written.append(self._find(self._chain.keys[index], self._chain.variant))
                 self._decayed.append(None)
-            if self._written[index] is not None or held[index]:
-                continue
-            if index >= end:
-                self._gap = index
-                return
-            self.absent[index] = None
-        self._gap = self._length
+            page: Page | bool = bool(held[index]) or self._written[index] or False
+            if page is False and index >= reach:
+                break
+            row.append(page)
+        return row
 
     @cached_property
     def needs(self) -> ChainNeeds:
@@ -229,8 +230,6 @@ class _Known:
     ) -> tuple[tuple[PageId, ...], bool] | None:
         """What a page was looked for as, and whether it is here in another format; None where it will do."""
         chain = self._chain
-        if index in self.absent:
-            return None
         as_written = self._is_wanted_as_written(first + index, position, page_tokens)
         bits = chain.held[index]
         bits |= HAS_WRITTEN if self._written[index] is not None else 0
@@ -270,6 +269,9 @@ def malformed(message: Locate) -> str | None:
             f"page_tokens {message.page_tokens}, first_page {message.first_page}, "
             f"last_position {message.last_position}"
         )
+    costs = message.recompute_s, message.double_pages, message.patience_s, message.busy_s
+    if not all(0 <= number < inf for number in costs):
+        return f"recompute_s, double_pages, patience_s and busy_s of {costs}"
     if len(message.remotes) > MAX_REMOTES:
         return f"{len(message.remotes)} nodes that may hold its pages, at most {MAX_REMOTES} are looked at"
     for remote in message.remotes:

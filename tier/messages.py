@@ -31,7 +31,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     `payloads` are the bytes of a page, by spec digest, of every format and layer group that it may store or load;
     `raw_payloads` what the same tokens take in the model's raw format. `root_fields` is what its root key digests, so
     that explain can name a field that differs. A worker that `brings_down` stores a page again before L1 drops it, one
-    that it has copied up too: where pages are demoted, the node keeps no copy then of what is in L1.
+    that it has copied up too: where pages are demoted, the node keeps no copy then of what is in L1. One that
+    `saves_when_asked` answers SavePages: L1 keeps pages there that it hasn't stored.
 
     An "exchange" is no decode worker: it serves the node's pages to other nodes and fetches theirs (tier/peer.py). It may
     locate and copy pages of any shape, stores into the slots of a Fetch only, and has no payloads of its own.
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     role: Literal["worker", "exchange"] = "worker"
     arena_bytes: int = 0
     arena_handle: bytes = b""
+    saves_when_asked: bool = False
 
 
 class NewRoot(msgspec.Struct, frozen=True, tag=True):
@@ -99,6 +101,12 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
     hold_for: str | None = None
 
 
+class Unsaved(msgspec.Struct, frozen=True, tag=True):
+    """Answers SavePages, where some of its pages (key, variant) won't be Stored: L1 hasn't them, or they aren't to go down."""
+
+    pages: list[tuple[bytes, str]]
+
+
 class Chain(msgspec.Struct, frozen=True, array_like=True):
     """One layer group's pages of a lookup, and what of them a prefix must have (tier/recipe.py says it in code).
 
@@ -138,9 +146,11 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     All pages before `first_page` are in L1. The chains are of one length; the prefix is the longest that every chain
     can serve (recipe.longest_hit), `last_position` the last position whose row may follow it. A last page may be a
     partial one (a preempted sequence's tail). `first_content` is the content digest of the prompt (b"" if L1 held its
-    first page). `recompute_s` is what computing one page costs the worker now; where loading from L4 would take
-    longer than computing, pages are Missing "costlier" (0: always load). What the node lacks may be fetched from
-    `remotes`, the best one first, if that is cheaper than computing.
+    first page). `recompute_s` is what computing one page costs the worker now, on average over the chain (0: always
+    load), and `double_pages` the depth at which one costs twice as much as the first (0: all cost the same). A page comes
+    from L4 or from one of `remotes`, the best one first, whichever has it sooner; where that takes longer than computing,
+    or than the `patience_s` that the worker waits (0: however long), pages are Missing "costlier". The worker computes
+    none of them before `busy_s`, since it computes others first.
     """
 
     request_id: str
@@ -153,6 +163,9 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     recompute_s: float
     first_content: bytes = b""
     remotes: list[Remote] = []
+    double_pages: float = 0.0
+    patience_s: float = 0.0
+    busy_s: float = 0.0
 
 
 CameFrom = Literal["L3", "L4", "remote"]
@@ -277,7 +290,7 @@ class ArenaUnopened(msgspec.Struct, frozen=True, tag=True):
 class LentPage(msgspec.Struct, frozen=True, array_like=True):
     """One page that the worker has copied into a peer's frame; it has a sealed copy in L3 or L4 too, else it is dropped.
 
-    `checksum` is b"" where none was taken, on a GPU.
+    `checksum` is what a read of the frame is checked by: on a GPU a digest that was taken there.
     """
 
     grant: PeerGrant
@@ -300,6 +313,7 @@ ToNode = (
     | WantSlots
     | ReturnSlots
     | Stored
+    | Unsaved
     | Locate
     | Copied
     | Release
@@ -354,8 +368,9 @@ class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
     """Why the prefix ends before page `page` of the sequence.
 
     reason: never_stored | evicted | lost | identity_differs | variant | load_failed | corrupt | deadline | costlier |
-    no_room | cleared | cache_off (a worker adds partial_page for the tokens behind the last whole page). "variant": the
-    page is here, but only in a lossier or later format than the request takes.
+    no_room | cleared | cache_off | unsaved (a worker adds partial_page for the tokens behind the last whole page). "variant": the
+    page is here, but only in a lossier or later format than the request takes. "unsaved": only L1 of another node's worker may
+    have it, and that worker was busy.
     `detail` is one readable sentence (which tier, score, when; which field differs and how).
     """
 
@@ -372,7 +387,7 @@ class PeerPage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     variant: str
     spec_digest: bytes
-    checksum: bytes  # b"" where none was taken
+    checksum: bytes  # as of the LentPage
     tokens: int
     made_from: str
 
@@ -382,6 +397,8 @@ class Located(msgspec.Struct, frozen=True, tag=True):
 
     More pages may be loading than L3 has slots: the node reads as slots come free, so the worker, which has reserved
     its L1 frames first, must copy each Loaded page at once and say Copied.
+
+    `saving` are those of `loading` that a worker is asked for (SavePages): it may be in a long step, or stopped.
     """
 
     request_id: str
@@ -390,6 +407,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
     loading: list[PageRef]
     missing: Missing | None
     peer: list[PeerPage] = []
+    saving: list[PageRef] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -404,6 +422,14 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     missing: Missing
+
+
+class SavePages(msgspec.Struct, frozen=True, tag=True):
+    """Another node asks for these pages (key, variant), as the model computed them: those that L1 has are to be Stored soon,
+    though the worker may know them to be saved: the node has them no more.
+    """
+
+    pages: list[tuple[bytes, str]]
 
 
 class FramesGranted(msgspec.Struct, frozen=True, tag=True):
@@ -477,6 +503,7 @@ ToWorker = (
     | Located
     | Loaded
     | LoadFailed
+    | SavePages
     | FramesGranted
     | RecallFrames
     | Reclaimed

@@ -7,12 +7,23 @@ page that is larger than a frame begins one and goes on in the next ones. Nothin
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import msgspec
+import xxhash
+
 from kvtier.tier.messages import Chain, Fetch, FetchPage, Locate
-from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Buffer, Envelope, PageCorrupt, PageFormat, PageKey
+from kvtier.tier.page import (
+    PACKED_ENVELOPE_BYTES,
+    Buffer,
+    Envelope,
+    PageCorrupt,
+    PageFormat,
+    PageKey,
+    RootKey,
+)
 from kvtier.tier.recipe import HAS_WRITTEN
 
 FRAME_BYTES = (
@@ -24,8 +35,12 @@ MAX_FIRST_PAGE = 2**20
 MAX_PAGE_TOKENS = 2**16 - 1
 KEY_BYTES, ROOT_BYTES, TENANT_BYTES, SPEC_BYTES = 32, 32, 16, 16
 _LENGTH = struct.Struct("<Q")
+# A packed envelope, less its checksum: magic and version, key, variant, made_from, spec digest and length, checksum,
+# root, parent, tenant, depth, tokens.
+_FIELDS = struct.Struct("<6s32s16s16s24s16s32s32s16sIH")
 HEAD_BYTES = PACKED_ENVELOPE_BYTES + _LENGTH.size
 _VARIANTS = frozenset(format.value for format in PageFormat)
+_SOURCES = {name.encode().ljust(16, b"\0"): name for name in ("", *_VARIANTS)}  # made_from, as packed
 
 # lost: no connection, or it broke. busy: the peer serves as many as it can. corrupt: what came is not what was asked
 # for. refused: the peer won't serve us. slow: too late. away: our own node's cache went, the peer is not to blame.
@@ -161,17 +176,18 @@ def request_of(fetch: Fetch) -> PagesRequest:
 # ---- what comes ------------------------------------------------------------------------------------------------
 
 
+# A page's bytes as they come: where the page begins its packed envelope, and what there is of its payload.
+Piece = tuple[Buffer | None, memoryview]
+
+
 class PageSink(Protocol):
-    """Takes a stream of pages: of each its envelope, then its payload in pieces that are valid for the call only.
+    """Takes a stream of pages, each of which comes in one piece or in several that follow each other.
 
     Raises PageCorrupt at once where what comes isn't what was asked for.
     """
 
-    def page(self, envelope: Envelope, packed: memoryview) -> None:
-        """A page begins; `packed` is its envelope as it came."""
-
-    def piece(self, data: memoryview) -> None:
-        """The next bytes of its payload."""
+    def take(self, pieces: Iterable[Piece]) -> None:
+        """The next pieces; they are valid for the call only."""
 
     def flush(self) -> None:
         """Nothing more is at hand now: tell of the pages that are whole."""
@@ -201,6 +217,18 @@ class PageChannel(Protocol):
         """Let go of the connection."""
 
 
+class PageHead(msgspec.Struct, frozen=True):
+    """What an envelope says beyond what is the same in all pages of a request; `index` is the page's among its keys."""
+
+    index: int
+    key: bytes
+    made_from: str
+    parent: bytes
+    depth: int
+    tokens: int
+    checksum: bytes
+
+
 class Expected:
     """The pages of a request that have not come yet; says whether an envelope is that of one of them."""
 
@@ -211,46 +239,80 @@ class Expected:
             for index, (key, have) in enumerate(zip(request.keys, request.held, strict=True))
             if not have
         }
+        sample = Envelope(
+            PageKey(bytes(KEY_BYTES)),
+            request.variant,
+            request.spec_digest,
+            request.payload_bytes,
+            bytes(16),
+            RootKey(request.root),
+            bytes(KEY_BYTES),
+            request.tenant,
+            0,
+            1,
+        )
+        magic, _, variant, _, shape, _, root, _, tenant, _, _ = _FIELDS.unpack_from(sample.pack())
+        self._same = (magic, variant, shape, root, tenant)
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def take(self, envelope: Envelope) -> None:
+    def take(self, packed: bytes) -> PageHead:
         """Cross a page off. PageCorrupt unless it was asked for, and is what its key and its place say."""
+        # All that can be wrong is seen by comparing bytes; only a wrong one is looked at field by field.
+        magic, key, variant, source, shape, checksum, root, parent, tenant, depth, tokens = (
+            _FIELDS.unpack_from(packed)
+        )
+        request = self._request
+        index = self._index.get(key)
+        made_from = _SOURCES.get(source)
+        if (
+            index is None
+            or made_from is None
+            or (magic, variant, shape, root, tenant) != self._same
+            or depth != request.first_page + index
+            or parent != self._parent(index, parent)
+            or not 1 <= tokens <= request.page_tokens
+            or packed[_FIELDS.size :] != xxhash.xxh3_64_digest(packed[: _FIELDS.size])
+        ):
+            raise self._wrong(packed)
+        del self._index[key]
+        return PageHead(index, key, made_from, parent, depth, tokens, checksum)
+
+    def _parent(self, index: int, found: bytes) -> bytes:
+        """Which page is before the first one that was asked for is only known where that is the chain's first."""
+        if index:
+            return self._request.keys[index - 1]
+        return found if self._request.first_page else self._request.root
+
+    def _wrong(self, packed: bytes) -> PageCorrupt:
+        """What is wrong with an envelope, in words."""
+        try:
+            envelope = Envelope.unpack(packed)
+        except UnicodeDecodeError as error:
+            return PageCorrupt(f"a variant that is no text ({error.reason})")
+        except PageCorrupt as error:
+            return error
+        name = f"page {envelope.key.hex()[:16]}"
         request = self._request
         index = self._index.get(envelope.key)
         if index is None:
-            raise PageCorrupt(f"page {envelope.key.hex()[:16]} came, which is not one of those asked for")
-        position = request.first_page + index
-        # Which page is before the first one that was asked for is only known where that is the chain's first.
-        parent = request.keys[index - 1] if index else envelope.parent if position else request.root
-        found = (
-            envelope.variant,
-            envelope.spec_digest,
-            envelope.root,
-            envelope.tenant,
-            envelope.payload_bytes,
-            envelope.depth,
-            envelope.parent,
-        )
-        wanted = (
-            request.variant,
-            request.spec_digest,
-            request.root,
-            request.tenant,
-            request.payload_bytes,
-            position,
-            parent,
-        )
-        if found != wanted:
-            names = ("format", "shape", "root", "tenant", "payload_bytes", "depth", "parent")
-            differs = [name for name, have, want in zip(names, found, wanted, strict=True) if have != want]
-            raise PageCorrupt(f"page {envelope.key.hex()[:16]} came with another {' and '.join(differs)}")
+            return PageCorrupt(f"{name} came, which is not one of those asked for")
+        pairs = {
+            "format": (envelope.variant, request.variant),
+            "shape": (envelope.spec_digest, request.spec_digest),
+            "root": (envelope.root, request.root),
+            "tenant": (envelope.tenant, request.tenant),
+            "payload_bytes": (envelope.payload_bytes, request.payload_bytes),
+            "depth": (envelope.depth, request.first_page + index),
+            "parent": (envelope.parent, self._parent(index, envelope.parent)),
+        }
+        differs = [what for what, (found, wanted) in pairs.items() if found != wanted]
+        if differs:
+            return PageCorrupt(f"{name} came with another {' and '.join(differs)}")
         if not 1 <= envelope.tokens <= request.page_tokens:
-            raise PageCorrupt(f"page {envelope.key.hex()[:16]} came with {envelope.tokens} tokens")
-        if envelope.made_from and envelope.made_from not in _VARIANTS:
-            raise PageCorrupt(f"page {envelope.key.hex()[:16]} came from format {envelope.made_from!r}")
-        del self._index[envelope.key]
+            return PageCorrupt(f"{name} came with {envelope.tokens} tokens")
+        return PageCorrupt(f"{name} came from format {envelope.made_from!r}")
 
 
 # ---- the stream ------------------------------------------------------------------------------------------------
@@ -258,53 +320,54 @@ class Expected:
 
 def page_head(packed_envelope: Buffer, payload_bytes: int) -> bytes:
     """What stands before a payload in the stream; the envelope as it lies at the head of a slot."""
-    return bytes(packed_envelope[:PACKED_ENVELOPE_BYTES]) + _LENGTH.pack(payload_bytes)
+    return bytes(packed_envelope[:PACKED_ENVELOPE_BYTES]) + page_length(payload_bytes)
+
+
+def page_length(payload_bytes: int) -> bytes:
+    """The second part of a page's head."""
+    return _LENGTH.pack(payload_bytes)
 
 
 class PageReader:
-    """Cuts the frames of one stream into pages, for a sink."""
+    """Cuts the frames of one stream, of pages of `payload_bytes` each, into pieces for a sink."""
 
-    def __init__(self, sink: PageSink) -> None:
+    def __init__(self, sink: PageSink, payload_bytes: int) -> None:
         self._sink = sink
+        self._payload_bytes = payload_bytes
         self._left = 0  # bytes of the page that has begun
-        self._key = PageKey(b"")
 
     def feed(self, frame: memoryview) -> None:
         """One frame. Raises PageCorrupt when it is garbled, and what the sink raises."""
-        at = 0
-        while at < len(frame):
-            if not self._left:
-                at = self._begin(frame, at)
-            end = min(len(frame), at + self._left)
-            self._sink.piece(frame[at:end])
-            self._left -= end - at
-            at = end
+        self._sink.take(self._pieces(frame))
         self._sink.flush()
 
     def end(self) -> None:
         """The stream is over. PageCorrupt when that is inside a page."""
         if self._left:
-            raise PageCorrupt(
-                f"the stream ends {self._left} bytes before the end of page {self._key.hex()[:16]}"
-            )
+            raise PageCorrupt(f"the stream ends {self._left} bytes before the end of a page")
 
-    def _begin(self, frame: memoryview, at: int) -> int:
-        """Where the payload begins."""
+    def _pieces(self, frame: memoryview) -> Iterator[Piece]:
+        at, end = 0, len(frame)
+        while at < end:
+            packed = None
+            if not self._left:
+                packed = self._begin(frame, at)
+                at += HEAD_BYTES
+            start, at = at, min(end, at + self._left)
+            self._left -= at - start
+            yield packed, frame[start:at]
+
+    def _begin(self, frame: memoryview, at: int) -> memoryview:
+        """The envelope of the page that begins there."""
         if len(frame) - at < HEAD_BYTES:
             raise PageCorrupt(
                 f"{len(frame) - at} bytes at the end of a frame, a page's head has {HEAD_BYTES}"
             )
-        try:
-            packed = frame[at : at + PACKED_ENVELOPE_BYTES]
-            envelope = Envelope.unpack(packed)
-        except UnicodeDecodeError as error:
-            raise PageCorrupt(f"a variant that is no text ({error.reason})") from error
         (length,) = _LENGTH.unpack_from(frame, at + PACKED_ENVELOPE_BYTES)
-        if length != envelope.payload_bytes:
-            raise PageCorrupt(f"a page of {length} bytes, its envelope says {envelope.payload_bytes}")
-        self._sink.page(envelope, packed)
-        self._left, self._key = length, envelope.key
-        return at + HEAD_BYTES
+        if length != self._payload_bytes:
+            raise PageCorrupt(f"a page of {length} bytes came, {self._payload_bytes} were asked for")
+        self._left = length
+        return frame[at : at + PACKED_ENVELOPE_BYTES]
 
 
 def left_of(fetch: Fetch, came: set[bytes]) -> list[FetchPage]:

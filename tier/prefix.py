@@ -181,6 +181,10 @@ class PrefixIndex:
                         root.key, node.start + i, frame, tokens[i], node.last_use_s, node.pins > 0
                     )
 
+    def is_in_use(self, path: Path) -> bool:
+        """Somebody has pinned all pages of a path that was just made."""
+        return path.pinned or path._node.pins > 0
+
     def nodes(self) -> Iterator[Node]:
         """The top of each tree and its runs, parents before children; the tree must not change meanwhile."""
         for root in self._roots.values():

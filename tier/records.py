@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from kvtier.tier.base import CatalogueEntry, PageInfo
 from kvtier.tier.events import PageId, WorkerRef
-from kvtier.tier.messages import Grant, Hello, PageRef, PeerGrant, StoredPage
+from kvtier.tier.messages import Grant, Hello, PageRef, PeerGrant, Remote, StoredPage
 from kvtier.tier.page import Envelope, PageKey, RootKey, TierName, slot_bytes
 from kvtier.tier.ranking import Fifo, Order
 from kvtier.tier.score import Policy, Row
@@ -41,6 +41,7 @@ class Limits:
     fetch_queue: int = 65536  # pages that wait to be fetched
     fetch_deadline_s: float = 5.0  # of one Fetch
     peers: int = 256  # nodes whose speed is remembered
+    savings: int = 65536  # pages that workers are to save for other nodes
     lent_frames: int = 2**20  # of all workers together
 
 
@@ -87,7 +88,7 @@ class PeerCopy:
 
     page: Page
     frame: PeerFrame
-    checksum: bytes  # b"" where none was taken
+    checksum: bytes  # as of its LentPage
     readers: int = 0  # leases
 
 
@@ -222,7 +223,7 @@ class Request:
     request_id: str
     leases: dict[PageRef, HostCopy] = field(default_factory=dict)
     peer_leases: dict[PageRef, PeerCopy] = field(default_factory=dict)
-    waits: dict[PageRef, Load | RemoteLoad] = field(default_factory=dict)
+    waits: dict[PageRef, Load | RemoteLoad | Saving] = field(default_factory=dict)
     held: dict[HostCopy, None] = field(default_factory=dict)
 
     @property
@@ -289,6 +290,9 @@ class RemoteLoad:
     node_id: str
     address: str
     queued_at: float
+    others: tuple[Remote, ...]  # that are said to have it too: one of them is asked where the first one fails
+    compute_s: float  # what not having it costs those who wait; inf: it is fetched whatever that takes
+    late_at: float | None = None  # when the first Fetch of it was to end
     waiters: dict[tuple[Request, PageRef], None] = field(default_factory=dict)
     fetch: int | None = None
     grant: Grant | None = None
@@ -296,6 +300,23 @@ class RemoteLoad:
 
     def __post_init__(self) -> None:
         self.slot_bytes = slot_bytes(self.payload_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """A page's way from a worker's L1 to L3, since another node asks for it. No tier here has it yet."""
+
+    id: PageId
+    root: bytes
+    tenant: bytes
+    spec_digest: bytes
+    asked: dict[Worker, None]  # one of these may have it
+    waiters: dict[tuple[Request, PageRef], None] = field(default_factory=dict)
+
+    def fits(self, envelope: Envelope) -> bool:
+        """Whether what was saved is what is asked for."""
+        found = envelope.root, envelope.tenant, envelope.spec_digest, envelope.made_from
+        return found == (self.root, self.tenant, self.spec_digest, "")
 
 
 @dataclass(slots=True, eq=False)

@@ -5,12 +5,14 @@ Both go through an exchange, a process of its own that talks to other nodes: thi
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from kvtier.tier.base import Outcome
 from kvtier.tier.events import HintWrong, PageId
 from kvtier.tier.fetches import Peer, Running
-from kvtier.tier.lookup import Hit, Lookup
+from kvtier.tier.lookup import Hit, Sources
 from kvtier.tier.messages import (
     CameFrom,
     CancelFetch,
@@ -19,27 +21,28 @@ from kvtier.tier.messages import (
     Fetched,
     FetchPage,
     Locate,
-    Missing,
     PageRef,
     Remote,
     Stored,
     StoredPage,
     Welcome,
 )
+from kvtier.tier.pricing import LATE, Pricing, compute_of
 from kvtier.tier.records import HostCopy, Page, RemoteLoad, Request, Worker, envelope_of
-from kvtier.tier.verbs import Verbs
 
 EXCHANGE = "exchange:"  # before the node's id: the worker_id of its own exchange
 PATIENCE = 2.0  # a Fetch is waited for at most so many times its deadline
+MUCH_LONGER = 2.0  # than computing: below that what was measured may be chance
 CANCEL_S = 1.0  # until a cancelled Fetch is over: its exchange stands still where it takes longer
-# Why a page may not be at the other node, which is no fault: the hint was wrong.
-MISSES = frozenset(("never_stored", "evicted", "lost", "identity_differs", "variant", "cleared", "cache_off"))
-LATE = "this node's exchange stands still: it owes an answer"
+# Why a page may not be had of the other node, which is no fault of that: the hint was wrong, or its worker is busy.
+MISSES = frozenset(
+    ("never_stored", "evicted", "lost", "identity_differs", "variant", "cleared", "cache_off", "unsaved")
+)
 NOWHERE = frozenset(("never_stored", "evicted", "lost"))  # of these: the page is in no tier of the node
 REASONS = MISSES | {"corrupt", "deadline", "no_room", "load_failed"}  # others count as the last of these
 
 
-class Remotes(Verbs):
+class Remotes(Pricing):
     """The part of the coordinator that has pages fetched from other nodes.
 
     A load from another node is a promise like one from L4: its page comes, or all that wait for it hear why it doesn't.
@@ -121,84 +124,30 @@ class Remotes(Verbs):
 
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
-    def _with_remotes(
-        self, worker: Worker, message: Locate, lookup: Lookup, hit: Hit
-    ) -> tuple[Hit, Missing | None]:
-        """The longer prefix that another node makes possible; where that is none worth its time, the hit, and why."""
-        payload_bytes = worker.hello.payloads.get(message.chains[0].spec_digest)
-        if self._exchange is None or worker.is_exchange or payload_bytes is None or not lookup.may_bridge:
-            return hit, None
-        if self._is_exchange_late():
-            return hit, Missing(hit.pages, "deadline", LATE)
-        refusal: Missing | None = None
-        for remote in message.remotes:
-            pages = min(remote.pages, lookup.end) - hit.pages
-            if pages <= 0 or remote.node_id == self.node_id:
-                continue
-            why = self._not_fetched(remote.node_id, pages, payload_bytes, message.recompute_s)
-            tried = hit.pages + min(pages, self.limits.fetch_pages)
-            compute_s = (tried - hit.pages) * message.recompute_s
-            if why is not None and why[0] == "costlier" and self._may_try(remote.node_id, compute_s):
-                remote, why = msgspec.structs.replace(remote, pages=tried), None
-            if why is None:
-                longer = lookup.bridge(remote)
-                if self._can_share(message, longer):
-                    return longer, None
-                other = "a page of this key comes for another tenant or shape"
-                return hit, Missing(hit.pages, "identity_differs", other)
-            refusal = refusal or Missing(hit.pages, *why)
-        return hit, refusal
-
-    def _not_fetched(
-        self, node_id: str, pages: int, payload_bytes: int, recompute_s: float
-    ) -> tuple[str, str] | None:
-        """Why so many pages aren't fetched from a node: a reason and a sentence; None where they are."""
-        if self._fetches.queued + pages > self.limits.fetch_queue:
-            return "no_room", f"{self._fetches.queued} pages wait to be fetched from other nodes already"
-        peer = self._fetches.peer(node_id)
-        if peer is None:
-            return "no_room", f"{self.limits.peers} nodes are being fetched from already"
-        load_s = peer.speed.load_s(peer.ahead_bytes + pages * payload_bytes, self._now)
-        if recompute_s <= 0 or load_s < pages * recompute_s:
-            return None
-        return "costlier", (
-            f"fetching from node {node_id} would take {load_s * 1e3:.1f} ms ({peer.ahead_bytes} bytes ahead), "
-            f"computing {pages * recompute_s * 1e3:.1f} ms"
-        )
-
-    def _may_try(self, node_id: str, compute_s: float) -> bool:
-        """One Fetch of a node is worth its time whatever that is: nothing else tells how fast the node is."""
-        peer = self._fetches.peers[node_id]
-        if not (peer.is_idle and peer.speed.may_try(compute_s, self._now)):
-            return False
-        peer.speed.tries(self._now)
-        return True
-
-    def _can_share(self, message: Locate, hit: Hit) -> bool:
-        """Whether the pages that are coming already are those meant: keys say so, and this is the second lock."""
-        chain = message.chains[0]
-        for _, page in hit.absent:
-            load = self._fetches.coming.get((chain.keys[page - message.first_page], chain.variant))
-            if load is not None and (load.tenant, load.spec_digest) != (message.tenant, chain.spec_digest):
-                return False
-        return True
-
-    def _fetch_absent(self, request: Request, message: Locate, hit: Hit, source: Remote) -> list[PageRef]:
-        """Have the pages of a hit that no tier here holds fetched for a request; they are what it waits for."""
-        chain = message.chains[0]
-        for ref in hit.absent:
-            page_id: PageId = (chain.keys[ref[1] - message.first_page], chain.variant)
+    def _fetch_pages(self, request: Request, message: Locate, hit: Hit) -> list[PageRef]:
+        """Have pages of a hit fetched for a request; they are what it waits for."""
+        if not hit.fetched:
+            return []
+        # What stays to be computed without them, a part each: pages that are here behind a gap are of no use either then.
+        lacking_s = compute_of(message).between(hit.fetched[0][0][1], hit.pages)
+        compute_s = lacking_s / len(hit.fetched)
+        for ref, sources in hit.fetched:
+            page_id: PageId = (message.chains[0].keys[ref[1] - message.first_page], message.chains[0].variant)
             load = self._fetches.coming.get(page_id)
             if load is None:
-                load = self._remote_load(request.worker, message, ref[1], source)
+                load = self._remote_load(request.worker, message, ref[1], sources, compute_s)
                 self._fetches.add(load)
+            load.compute_s = max(load.compute_s, compute_s)
             load.waiters[request, ref] = None
             request.waits[ref] = load
-        return hit.absent
+        return [ref for ref, _ in hit.fetched]
 
-    def _remote_load(self, worker: Worker, message: Locate, page: int, source: Remote) -> RemoteLoad:
+    def _remote_load(
+        self, worker: Worker, message: Locate, page: int, sources: Sources, compute_s: float
+    ) -> RemoteLoad:
         chain, index = message.chains[0], page - message.first_page
         before = message.root if page == 0 else b""
+        first, *others = sources
         return RemoteLoad(
             id=(chain.keys[index], chain.variant),
             spec_digest=chain.spec_digest,
@@ -210,34 +159,47 @@ class Remotes(Verbs):
             tokens=message.page_tokens,
             content=b"" if page else message.first_content,
             owner=self._shares.owner(message.tenant),
-            node_id=source.node_id,
-            address=source.address,
+            node_id=first.node_id,
+            address=first.address,
             queued_at=self._now,
+            others=tuple(others),
+            compute_s=compute_s,
         )
 
     # ---- other node -> L3 ------------------------------------------------------------------------------------------
 
-    def _pump_fetches(self) -> None:
+    def _end_late_fetches(self) -> None:
+        """Nobody waits for what nobody wants, or what takes too long."""
         for fetch in self._fetches.take_unwanted():
             self._abandon(fetch, "load_failed", "nobody waits for it")
         for fetch in list(self._fetches.running.values()):
             if self._now > fetch.late_at and not fetch.is_cancelled:
-                fetch.peer.speed.failed(self._now)
+                fetch.peer.failed_at = self._now
+                fetch.peer.speed.failed(self._now, was_slow=True)
                 self._abandon(fetch, "deadline", f"node {fetch.peer.node_id} took too long")
         if self._is_exchange_late():
             for peer in self._fetches.waiting():
                 for load in list(peer.queue):
                     self._wont_come(load, "deadline", LATE)
         for peer in self._fetches.waiting():
-            while (run := self._fetches.next_run(peer)) and self._begin_fetch(peer, run):
-                pass
+            while (dear := self._too_dear(peer)) is not None:
+                took = f"{dear.payload_bytes * peer.speed.byte_s * 1e3:.1f} ms"
+                why = (
+                    f"a page of node {peer.node_id} takes {took}, computing it {dear.compute_s * 1e3:.1f} ms"
+                )
+                self._wont_come(dear, "costlier", why)
 
-    def _is_exchange_late(self) -> bool:
-        """It should have ended one of its fetches by now, whether anybody waits for it or not."""
-        return any(
-            self._now > fetch.late_at and fetch.exchange is self._exchange
-            for fetch in self._fetches.running.values()
-        )
+    def _too_dear(self, peer: Peer) -> RemoteLoad | None:
+        """The next load of a node, where the node turned out so slow that computing is better even now."""
+        load = next(iter(peer.queue), None)
+        if load is None or not peer.speed.is_known(self._now):
+            return None
+        return load if load.payload_bytes * peer.speed.byte_s > MUCH_LONGER * load.compute_s else None
+
+    def _pump_fetches(self) -> None:
+        for peer in self._fetches.waiting():
+            while (run := self._fetches.next_run(peer, self._now)) and self._begin_fetch(peer, run):
+                pass
 
     def _begin_fetch(self, peer: Peer, run: list[RemoteLoad]) -> bool:
         """Fetch as many of these pages as there are slots for; False where the first has to wait for one."""
@@ -252,11 +214,16 @@ class Remotes(Verbs):
         if not taken:
             if self._slots.available(first.slot_bytes) > 0:
                 return False
-            nbytes = first.payload_bytes
-            self._wont_come(first, "no_room", f"L3 has no room for pages of {nbytes} bytes")
+            self._fetches.forget(first.id)
+            self._fail(first, "no_room", f"L3 has no room for pages of {first.payload_bytes} bytes")
             return True
         assert self._exchange is not None
-        deadline_s = self.limits.fetch_deadline_s
+        late_at = self._now + self.limits.fetch_deadline_s if first.late_at is None else first.late_at
+        deadline_s = max(
+            CANCEL_S, late_at - self._now
+        )  # one that is past already would seem the exchange's fault
+        for load in taken.values():
+            load.late_at = late_at
         number = self._next_transfer()
         fetch = Running(number, self._exchange, peer, taken, self._now + PATIENCE * deadline_s)
         self._fetches.begin(fetch, self._now)
@@ -304,14 +271,12 @@ class Remotes(Verbs):
             wrong = _differs(stored, load)
             if wrong is not None:
                 self._slots.free(stored.grant.slot)
-                self._fail_fetched(
-                    fetch.peer, [load], "corrupt", f"it has another {wrong} than was asked for"
-                )
+                self._fail_fetched(fetch, [load], "corrupt", f"it has another {wrong} than was asked for")
                 continue
             nbytes[fetch.peer] = nbytes.get(fetch.peer, 0) + load.payload_bytes
             self._take_in(load, stored)
         for peer, came in nbytes.items():
-            peer.is_failing = False
+            peer.is_failing, peer.failed_at = False, -inf
             peer.speed.came(came, self._now)
 
     def _take_in(self, load: RemoteLoad, stored: StoredPage) -> None:
@@ -330,6 +295,7 @@ class Remotes(Verbs):
         waited = self._fetches.coming.get(load.id)
         for request, _ in () if waited is None else waited.waiters:
             self._is_used_by(page, request.worker)
+            self._bring_back(page)
             self._histories.begin([page.row], self._now)
         self._host_counters.promoted_pages += 1
         self._put_in(page, stored, "remote")
@@ -346,21 +312,24 @@ class Remotes(Verbs):
                 failed, key=lambda load: load.depth
             )  # the others may be there: the chain ended before them
             self._out.append(HintWrong(fetch.peer.node_id, first.id[0]))
-        if failed and not message.nbytes:
-            fetch.peer.speed.failed(self._now)
+        was_slow = message.reason == "deadline"
+        if failed and message.reason == "unsaved":
+            fetch.peer.speed.waited(self._now)
+        elif failed and (was_slow or not message.nbytes):
+            fetch.peer.speed.failed(self._now, was_slow=was_slow)
         detail = f"node {fetch.peer.node_id}: {message.detail}"
         if message.is_over:
             self._end_fetch(fetch, message.reason, detail)
         else:
             self._free_pages(failed)
-            self._fail_fetched(fetch.peer, failed, message.reason, detail)
+            self._fail_fetched(fetch, failed, message.reason, detail)
 
     def _end_fetch(self, fetch: Running, reason: str, detail: str) -> None:
         """No page of a Fetch comes any more."""
         loads = list(fetch.pages.values())
         self._free_pages(loads)
-        self._fetches.end(fetch)
-        self._fail_fetched(fetch.peer, loads, reason, detail)
+        self._fetches.end(fetch, self._now)
+        self._fail_fetched(fetch, loads, reason, detail)
 
     def _abandon(self, fetch: Running, reason: str, detail: str) -> None:
         """Wait no longer for a Fetch; its slots are the exchange's until it is over."""
@@ -371,22 +340,61 @@ class Remotes(Verbs):
             if self._fetches.coming.get(load.id) is load:
                 self._wont_come(load, reason, detail)
 
-    def _fail_fetched(self, peer: Peer, loads: list[RemoteLoad], reason: str, detail: str) -> None:
-        """These pages won't come; their slots are free already."""
-        reason = reason if reason in REASONS else "load_failed"
-        if loads and reason not in MISSES and not peer.is_failing:
-            peer.is_failing = True
-            self._note(f"pages of node {peer.node_id} don't come: {detail}")
-        for load in sorted(loads, key=lambda load: load.depth):
+    def _fail_fetched(self, fetch: Running, loads: list[RemoteLoad], reason: str, detail: str) -> None:
+        """These pages won't come from there; their slots are free already. Another node, or L4, may have them."""
+        reason, peer = reason if reason in REASONS else "load_failed", fetch.peer
+        if loads and reason not in MISSES and not fetch.is_cancelled:
+            peer.failed_at = self._now
+            if not peer.is_failing:
+                peer.is_failing = True
+                self._note(f"pages of node {peer.node_id} don't come: {detail}")
+        for _ in loads:
             self._fetch_counters.failed(reason)
-            self._remote_counters.corrupt_pages += reason == "corrupt"
-            if self._fetches.coming.get(load.id) is load:
+        self._remote_counters.corrupt_pages += len(loads) if reason == "corrupt" else 0
+        waited = sorted(
+            (load for load in loads if self._fetches.coming.get(load.id) is load), key=lambda load: load.depth
+        )
+        elsewhere = self._fetch_elsewhere([load for load in waited if load.waiters])
+        for load in waited:
+            if load not in elsewhere:
                 self._wont_come(load, reason, detail)
 
+    def _fetch_elsewhere(self, loads: list[RemoteLoad]) -> set[RemoteLoad]:
+        """Have another node asked, once, for pages of a Fetch that don't come; which of them, the first ones.
+
+        Where that takes less than computing them, and they come before the first Fetch was to end.
+        """
+        if not loads or self._exchange is None:
+            return set()
+        first, best_s, best = loads[0], inf, set[RemoteLoad]()
+        source: Remote | None = None
+        kept: list[Peer] = []  # the best so far: looking at another one must not push it out
+        for remote in first.others:
+            peer = self._fetches.peer(remote.node_id, keep=kept)
+            alike = [load for load in loads if load.others == first.others and load.depth < remote.pages]
+            if peer is None or peer.is_doubtful(self._now) or not alike:
+                continue
+            nbytes = sum(load.payload_bytes for load in alike)
+            load_s = peer.speed.load_s(peer.ahead_bytes + nbytes)
+            late_s = inf if first.late_at is None else first.late_at - self._now
+            if load_s < min(best_s, late_s, sum(load.compute_s for load in alike)):
+                best_s, source, best, kept = load_s, remote, set(alike), [peer]
+        for load in loads:
+            load.others = ()
+            if source is not None and load in best:
+                self._fetches.move(load, source)
+        return best
+
     def _wont_come(self, load: RemoteLoad, reason: str, detail: str) -> None:
-        """Who waits for a page that is coming waits in vain."""
+        """Who waits for a page that is coming waits in vain, unless L4 has it."""
         self._fetches.forget(load.id)
-        self._fail(load, reason, detail)
+        page = self._pages.get(load.id)
+        if page is None or page.ssd is None or reason == "cleared":
+            self._fail(load, reason, detail)
+            return
+        for request, ref in load.waiters:
+            self._wait_for(page, request, ref)
+        load.waiters = {}
 
     def _free_pages(self, loads: list[RemoteLoad]) -> None:
         for load in loads:

@@ -193,7 +193,7 @@ class HostRoom(CheckedState):
         """Does somebody wait for a slot of this size that may have one?"""
         if self._queue and next(iter(self._queue)).page.slot_bytes == size:
             return True
-        if size in self._fetches.sizes_waited_for():
+        if size in self._fetches.sizes_waited_for(self._now):
             return True
         return not self._draining and any(
             slot_bytes(payload_bytes) == size and self._room_to_grant(worker, payload_bytes) > 0

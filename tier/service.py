@@ -8,6 +8,7 @@ its inbox. Performs no decision that the coordinator could take.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -16,15 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys, keys_with
 from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
     Clear,
+    ClearPages,
     Command,
     CommitCatalogue,
     Disconnect,
@@ -35,6 +39,7 @@ from kvtier.tier.events import (
     HintWrong,
     HoldsChanged,
     Note,
+    PageId,
     Pin,
     Quiesce,
     ReadPage,
@@ -67,8 +72,11 @@ MIN_SLOTS = 2  # one to come up, one to go down; with less L3 is off
 STAGING_SLOTS = 8  # of an L3 that is there only because L4 is reached through it
 MAX_NOTES = 256
 CALL_TIMEOUT_S = 60.0
+LIST_STEP = 1024  # pages that are looked at, or that a verb is for, in one go: 40 ms of the loop at most
+CLEAR_PASSES = 2  # of parts, before all that is left is cleared at once
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Results = tuple[tuple[bytes, Outcome], ...]
 
 
@@ -94,7 +102,8 @@ class CacheService:
     """A node's L3 and L4, served to its workers over `socket_path`. Its methods may be called from any thread.
 
     `payload_bytes` is the size of the largest pages, `min_payload_bytes` that of the smallest (None: all are alike).
-    `l4_bytes` 0 turns L4 off; it takes pages of the variants in `l4_variants` (None: of all). `l3_bytes` with room for
+    `l4_bytes` 0 turns L4 off; it takes pages of the variants in `l4_variants` (None: of all). Without `needs_l4` a disk
+    that refuses turns it off too, with a note, and what lies there stays as it is. `l3_bytes` with room for
     fewer than two pages turns L3 off, or, where L4 is on, makes it STAGING_SLOTS pages: what L4 is reached through.
     `policy` says which pages leave; with `write="demote"` they go down to L4 only when their turn comes. `shares` are by
     tenant digest, over 0 to 1: the most of each tier that a tenant's pages take. `on_holds` is told, on the loop's
@@ -116,6 +125,7 @@ class CacheService:
         *,
         min_payload_bytes: int | None = None,
         l4_variants: frozenset[str] | None = None,
+        needs_l4: bool = True,
         policy: PolicySettings = PolicySettings(),  # noqa: B008  frozen
         write: WriteMode = "through",
         shares: Mapping[bytes, float] | None = None,
@@ -128,7 +138,7 @@ class CacheService:
         self._socket_path = Path(socket_path)
         self._payload_bytes = payload_bytes
         self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
-        self._l4_variants = l4_variants
+        self._l4_variants, self._needs_l4 = l4_variants, needs_l4
         self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
         self._on_holds, self._on_wrong, self._limits = on_holds, on_wrong, limits
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
@@ -186,10 +196,47 @@ class CacheService:
     ) -> list[PageInfo]:
         """Copies of a tenant's pages in a tier (None: in L3 and L4), at most `limit`.
 
-        A tenant is named, or given by its digest where its name isn't known; None is all.
+        A tenant is named, or given by its digest where its name isn't known; None is all. The loop is asked for a few
+        pages at a time, so that it never stops for long: what moves meanwhile is listed where it is seen first.
         """
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
-        return self._ask(lambda: self._coordinator.pages(digest, tier, limit, time.monotonic()))
+        found: list[PageInfo] = []
+        for most in (LIST_STEP, None):  # most listings end soon: only others have all ids copied
+            ids, found = self._ask(partial(self._page_ids, most)), []
+            for start in range(0, len(ids), LIST_STEP):
+                among = ids[start : start + LIST_STEP]
+                found += self._ask(partial(self._pages_among, digest, tier, limit - len(found), among))
+                if len(found) >= limit:
+                    return found
+            if most is not None and len(ids) < most:
+                break
+        return found
+
+    def pages_of(self, keys: Iterable[bytes]) -> list[PageInfo]:
+        """All copies of the pages of these keys."""
+        wanted = tuple(keys)
+        return self._ask(lambda: self._coordinator.pages_of(wanted, time.monotonic()))
+
+    def held(self, keys: Sequence[bytes]) -> list[HeldKeys]:
+        """Of which of these keys a whole copy is here, by tier and variant."""
+        wanted = list(keys)
+        return self._ask(lambda: self._coordinator.held(wanted))
+
+    def keys_with(self, heads: Sequence[str], limit: int) -> list[list[bytes]]:
+        """For each head, hex digits in lower case, at most `limit` keys of pages here that begin with it.
+
+        The loop only copies the ids (page_ids); looking through them is the calling thread's work, 0.2 s a million.
+        """
+        ids = self._ask(partial(self._page_ids, None))
+        return keys_with([key for key, _ in ids], heads, limit)
+
+    def _page_ids(self, most: int | None) -> list[PageId]:
+        return self._coordinator.page_ids(most)
+
+    def _pages_among(
+        self, tenant: bytes | None, tier: TierName | None, limit: int, among: Sequence[PageId]
+    ) -> list[PageInfo]:
+        return self._coordinator.pages(tenant, tier, limit, time.monotonic(), among)
 
     def holds(self) -> dict[TierName, list[bytes]]:
         """Keys of the pages that each tier holds, those aside that were made from others in another format."""
@@ -197,31 +244,63 @@ class CacheService:
 
     def pin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
         """Keep pages from being evicted until `unpin`, or the node's restart. REJECTED past the bound."""
-        wanted = tuple(keys)
-        return self._verb(lambda ticket: Pin(ticket, wanted))
+        return self._in_parts(keys, lambda part: self._verb(lambda ticket: Pin(ticket, part)))
 
     def unpin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
         """End `pin`."""
-        wanted = tuple(keys)
-        return self._verb(lambda ticket: Unpin(ticket, wanted))
+        return self._in_parts(keys, lambda part: self._verb(lambda ticket: Unpin(ticket, part)))
 
-    def evict(self, keys: Iterable[bytes], tier: TierName | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop pages from L3, from L4, or (None) from both."""
-        wanted = tuple(keys)
-        return self._verb(lambda ticket: Evict(ticket, wanted, tier))
+    def evict(
+        self, keys: Iterable[bytes] | None, tier: TierName | None = None
+    ) -> list[tuple[bytes, Outcome]]:
+        """Drop pages (None: all there are) from a tier, or (None) from all of the node's."""
+        if keys is None:
+            return [one for one in self.evict(self._keys(), tier) if one[1] is not Outcome.MISSING]
+        return self._in_parts(keys, lambda part: self._verb(lambda ticket: Evict(ticket, part, tier)))
 
     def clear(self, tenant: str | bytes | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop and wipe all pages of a tenant, as in `pages`. On the disk when it returns, DEFERRED ones aside."""
+        """Drop and wipe all pages of a tenant, as in `pages`. On the disk when it returns, DEFERRED ones aside.
+
+        Most go in parts; what those drop a rebuild of the catalogue may still find, so until this returns nothing is sure
+        to be gone. The last step ends that, and takes all that is left at that moment: what is stored meanwhile is cleared
+        too, and a page that comes back in between is listed twice. What is stored later stays.
+        """
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
-        return self._verb(lambda ticket: Clear(ticket, digest), durable=True)
+        outcomes: list[tuple[bytes, Outcome]] = []
+        for _ in range(CLEAR_PASSES):
+            # Each part is on the disk before the next, so that wipes of a large tier don't queue up.
+            outcomes += self._in_parts(
+                self._ids_of(digest),
+                lambda part: self._verb(lambda ticket: ClearPages(ticket, part), durable=True),
+            )
+        return outcomes + self._verb(lambda ticket: Clear(ticket, digest), durable=True)
+
+    def _ids_of(self, tenant: bytes | None) -> list[PageId]:
+        ids = self._ask(partial(self._page_ids, None))
+        if tenant is None:
+            return ids
+        return self._in_parts(ids, lambda part: self._ask(lambda: self._coordinator.ids_of(tenant, part)))
 
     def verify(
         self, keys: Iterable[bytes] | None = None, timeout_s: float | None = None
     ) -> list[tuple[bytes, Outcome]]:
         """Check every copy of these pages (None: of all): ACCEPTED whole, CLIPPED one copy was bad and is dropped,
-        MISSING none is left."""
-        wanted = None if keys is None else tuple(keys)
-        return self._verb(lambda ticket: Verify(ticket, wanted), timeout_s=timeout_s)
+        MISSING none is left. Raises TimeoutError when some LIST_STEP of them take longer than `timeout_s`."""
+        return self._in_parts(
+            self._keys() if keys is None else keys,
+            lambda part: self._verb(lambda ticket: Verify(ticket, part), timeout_s=timeout_s),
+        )
+
+    def _keys(self) -> Iterable[bytes]:
+        """The keys of all pages that are here, each once."""
+        return dict.fromkeys(key for key, _ in self._ask(partial(self._page_ids, None)))
+
+    def _in_parts(self, items: Iterable[Item], do: Callable[[tuple[Item, ...]], list[T]]) -> list[T]:
+        """Have the loop do something to few items at a time, so that it never stops for long; all that it found."""
+        wanted, found = tuple(items), list[T]()
+        for start in range(0, len(wanted), LIST_STEP):
+            found += do(wanted[start : start + LIST_STEP])
+        return found
 
     def idle(self) -> bool:
         """Nothing is in flight, and nothing is leased (pins and workers' stocks aside)."""
@@ -443,13 +522,8 @@ class CacheService:
         if slots.capacity_bytes:
             self._host = HostTier(slots.capacity_bytes)
         if self._l4_bytes and self._host is not None:
-            self._ssd = open_ssd(
-                self._l4_path,
-                self._l4_bytes,
-                self._l4_store,
-                size,
-                min_slot_bytes=slot_bytes(self._min_payload_bytes),
-            )
+            self._ssd = self._open_l4(size)
+        if self._ssd is not None and self._host is not None:
             for note in self._ssd.notes:
                 self._note(note)
             self._mover = Mover(self._host, self._ssd, self._l4_path, self._post)
@@ -476,6 +550,21 @@ class CacheService:
         if self._ssd is not None:
             self._ssd.lost = []  # told; it could be long
         self._server = NodeServer(self._socket_path, None if self._host is None else self._host.fd)
+
+    def _open_l4(self, size: int) -> SsdTier | None:
+        """None, and a note, for a disk that refuses where the node can do without. OSError names a file or the folder."""
+        smallest = slot_bytes(self._min_payload_bytes)
+        try:
+            return open_ssd(self._l4_path, self._l4_bytes, self._l4_store, size, min_slot_bytes=smallest)
+        except OSError as error:
+            why = error.strerror or str(error)
+            if self._needs_l4 or error.errno == errno.EBUSY:  # who has it open may be about to end
+                raise OSError(error.errno, why, error.filename or str(self._l4_path)) from error
+            self._note(
+                f"L4 is off: {self._l4_path} can't be used: {why}; its pages are neither found nor cleared until the disk"
+                " can be written and the node restarts"
+            )
+            return None
 
     def _end(self) -> None:
         """The loop is over: no call is taken from here on, and those not answered are told."""

@@ -10,7 +10,8 @@ store "lmdb", which has nothing to rebuild from, each commit is flushed, except 
 A record can point at a slot that holds another page or half of one; the slot's envelope and checksum tell, so such a
 record is a miss. LMDB has no checksums of its own, and a damaged file can kill the process that maps it. So a child
 process checks the old catalogue and copies its records into a new file; this process maps only that. When the child
-fails, the catalogue is rebuilt from the slots' headers (slab), or the folder started fresh (lmdb).
+fails, the catalogue is rebuilt from the slots' headers (slab), or the folder started fresh (lmdb), but not because
+the disk has no room for the copy.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +65,7 @@ PageId = tuple[PageKey, str]  # key, variant
 
 RECORD_VERSION = 1
 CHECK_BATCH = 4096  # records of one transaction of the copy that the check makes
+_NO_COPY = 3  # how the child exits that can't write it
 
 _CATALOGUE, _PAGES, _LOCK, _COPY = "catalogue.mdb", "pages.mdb", "lock", "catalogue.new"
 
@@ -655,7 +658,7 @@ def _check_in_child(folder: Path, plan: Plan, store: Store, timeout_s: float) ->
     """Have a child read the catalogue and write a sound copy of it, and put the copy in its place.
 
     None, or what is wrong with the files; then neither they nor anything of them is in use, and the catalogue is
-    gone.
+    gone. Store "lmdb" has nothing to rebuild it from: OSError, and all is as it was, where only the copy can't be written.
     """
     copy = folder / _COPY
     copy.unlink(missing_ok=True)
@@ -683,15 +686,23 @@ def _check_in_child(folder: Path, plan: Plan, store: Store, timeout_s: float) ->
         if child.returncode < 0:
             damage = f"the catalogue can't be used (signal {-child.returncode} while reading it)"
         else:
-            lines = child.stderr.strip().splitlines()
-            damage = f"the catalogue can't be used ({lines[-1] if lines else f'exit {child.returncode}'})"
+            reason = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
+            if child.returncode == _NO_COPY and store == "lmdb":
+                copy.unlink(missing_ok=True)
+                raise OSError(errno.EIO, f"its catalogue can't be copied ({reason})")
+            damage = f"the catalogue can't be used ({reason})"
     copy.unlink(missing_ok=True)
     _delete_database(folder, _CATALOGUE)
     return damage
 
 
+class _CopyRefused(Exception):
+    """The disk takes no copy, which says nothing of the catalogue."""
+
+
 def _check_main(folder: Path, store: str, copy_bytes: int) -> None:
-    """The child: exits 0 when every record was right and is in the copy; dies or exits 1 with a reason else."""
+    """The child: exits 0 when every record was right and is in the copy; dies, or exits with a reason else: _NO_COPY where
+    no record was found wrong."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         check_database(folder / _CATALOGUE)
@@ -699,23 +710,43 @@ def _check_main(folder: Path, store: str, copy_bytes: int) -> None:
             check_database(folder / _PAGES)
         _copy_catalogue(folder / _CATALOGUE, folder / _COPY, copy_bytes)
     except (Damaged, _BadRecord, PageCorrupt, lmdb.Error, msgspec.DecodeError, OSError) as error:
-        print(f"{error}".replace("\n", " "), file=sys.stderr)
-        sys.exit(1)
+        _exit(error, 1)
+    except _CopyRefused as error:
+        _exit(error, _NO_COPY)
+
+
+def _exit(reason: Exception, code: int) -> None:
+    print(f"{reason}".replace("\n", " "), file=sys.stderr)
+    sys.exit(code)
+
+
+@contextmanager
+def _copying() -> Iterator[None]:
+    """Tells LMDB's errors of the copy from those of what is copied. A catalogue past its budget is of no use either way."""
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except lmdb.Error as error:
+        raise _CopyRefused(error) from error
 
 
 def _copy_catalogue(path: Path, copy: Path, copy_bytes: int) -> None:
     source = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, max_dbs=0)
-    target = lmdb.open(
-        str(copy), map_size=copy_bytes, subdir=False, mode=0o600, lock=False, sync=False, max_dbs=0
-    )
+    with _copying():
+        target = lmdb.open(
+            str(copy), map_size=copy_bytes, subdir=False, mode=0o600, lock=False, sync=False, max_dbs=0
+        )
     with source, target, source.begin() as txn, txn.cursor() as cursor:
         records = iter(cursor)
         while batch := list(islice(records, CHECK_BATCH)):
-            with target.begin(write=True) as writer:
+            for name, value in batch:
+                _unpack_entry(name, value)
+            with _copying(), target.begin(write=True) as writer:
                 for name, value in batch:
-                    _unpack_entry(name, value)
                     writer.put(name, value, append=True)
-        target.sync(True)
+        with _copying():
+            target.sync(True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,53 @@
-"""What operators ask of a node's cache: to pin, evict, clear and verify pages. Pure."""
+"""What operators ask of a node's cache: what it has of which keys, and to pin, evict, clear and verify pages. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
-from kvtier.tier.base import Outcome, Place
-from kvtier.tier.events import Failure, ForgetTenant, VerifyPage
+from kvtier.tier.base import Outcome, PageInfo, Place
+from kvtier.tier.by_key import HeldKeys
+from kvtier.tier.events import Failure, ForgetTenant, PageId, VerifyPage
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Check, HostCopy, Job, Page
 from kvtier.tier.uses import Uses
 
 
 class Verbs(Uses):
-    """The part of the coordinator that operators command."""
+    """The part of the coordinator that operators ask and command."""
+
+    def page_ids(self, most: int | None = None) -> list[PageId]:
+        """The pages that are here, at most so many: copied in one go, some 20 ms for a million."""
+        return list(islice(self._pages, most))
+
+    def ids_of(self, tenant: bytes, among: Sequence[PageId]) -> list[PageId]:
+        """Those of these pages that are here and a tenant's (its digest)."""
+        pages = self._pages
+        return [
+            page_id
+            for page_id in among
+            if (page := pages.get(page_id)) is not None and page.envelope.tenant == tenant
+        ]
+
+    def pages_of(self, keys: Iterable[bytes], now: float) -> list[PageInfo]:
+        """All copies of the pages of these keys. Takes microseconds a key, whatever is here."""
+        ids = [page.id for key in keys for page in self._named(key)]
+        return self.pages(None, None, len(TierName) * len(ids), now, ids)
+
+    def held(self, keys: list[bytes]) -> list[HeldKeys]:
+        """Of which of these keys a whole copy is here, by tier and variant. Takes about a microsecond a key."""
+        found: dict[tuple[TierName, str], list[int]] = {}
+        for position, key in enumerate(keys):
+            for page in self._named(key):
+                for tier, copy in (
+                    (TierName.PEER, page.peer),
+                    (TierName.HOST, page.host),
+                    (TierName.SSD, page.ssd),
+                ):
+                    if copy is not None:
+                        found.setdefault((tier, page.id[1]), []).append(position)
+        return HeldKeys.of(found, len(keys))
 
     def _pin(self, key: bytes) -> Outcome:
         outcome = Outcome.MISSING
@@ -75,7 +110,7 @@ class Verbs(Uses):
         write = self._writing.get(page.id)
         if write is not None and write.page is page:
             write.wipe = wipe
-        busy = False
+        busy = page.peer is not None and page.peer.readers > 0
         if page.host is not None:
             busy |= page.host.readers > 0
             self._host_counters.evicted_pages += 1
@@ -92,15 +127,22 @@ class Verbs(Uses):
         self._save_stored()
         if self._ssd is not None:
             self._forget = ForgetTenant(tenant)
-        pages = [p for p in self._pages.values() if tenant is None or p.envelope.tenant == tenant]
-        return [(page.envelope.key, self._purge(page, "cleared", wipe=True)) for page in pages]
-
-    def _verify(self, ticket: int, keys: tuple[bytes, ...] | None) -> None:
-        pages = self._pages.values() if keys is None else (p for key in keys for p in self._named(key))
-        job = Job(
-            ticket, keys if keys is not None else tuple(p.envelope.key for p in self._pages.values()), deque()
+        return self._clear_pages(
+            [
+                page_id
+                for page_id, page in self._pages.items()
+                if tenant is None or page.envelope.tenant == tenant
+            ]
         )
-        for page in pages:
+
+    def _clear_pages(self, pages: Sequence[PageId]) -> list[tuple[bytes, Outcome]]:
+        """Those of these pages that are here."""
+        here = [page for page_id in pages if (page := self._pages.get(page_id)) is not None]
+        return [(page.envelope.key, self._purge(page, "cleared", wipe=True)) for page in here]
+
+    def _verify(self, ticket: int, keys: tuple[bytes, ...]) -> None:
+        job = Job(ticket, keys, deque())
+        for page in (page for key in keys for page in self._named(key)):
             if page.host is not None:
                 job.todo.append((page.id, TierName.HOST))
             if page.ssd is not None:

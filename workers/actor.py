@@ -16,8 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
 from kvtier.tier.feed import Batch, Feed, Reply, Source
 from kvtier.tier.identity import tenant_salt
+from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.score import PolicySettings, ScoreWeights
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 16  # threads of the actor; they only wait for the step loop
+# A thread of its own: however many calls wait for a step loop that stands still, the question whether it does is answered.
+PULSE_GROUP = "pulse"
 END_S = (
     5.0  # for a worker that failed to let go of what it holds, and for the last words where its group broke
 )
@@ -255,6 +259,11 @@ class DecodeWorkerProcess:
             return None
         return self._worker.error or "the step loop has ended"
 
+    @ray.method(concurrency_group=PULSE_GROUP)
+    def pulse(self) -> float:
+        """See DecodeWorker.pulse."""
+        return self._worker.pulse()
+
     def stats(self) -> Snapshot:
         """This worker's counters."""
         return self._worker.stats()
@@ -268,6 +277,18 @@ class DecodeWorkerProcess:
     ) -> list[PageInfo]:
         """Cached pages in L1."""
         return self._worker.pages(tenant, tier, limit)
+
+    def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
+        """Pages in L1 by their keys."""
+        return self._worker.pages_of(keys)
+
+    def held(self, keys: bytes) -> list[HeldKeys]:
+        """Which of these keys, one behind the other, L1 has."""
+        return self._worker.held(split_keys(keys))
+
+    def keys_with(self, heads: list[str], limit: int) -> list[list[bytes]]:
+        """See by_key.keys_with: of the pages in L1. The step loop only copies the keys."""
+        return keys_with(self._worker.holds(), heads, limit)
 
     def pin(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Keep pages in L1."""
@@ -283,13 +304,21 @@ class DecodeWorkerProcess:
             return [(key, Outcome.MISSING) for key in keys]
         return self._worker.evict(keys)
 
-    def clear(self, tenant: str | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop a tenant's pages from L1, or everybody's."""
-        return self._worker.clear(tenant)
+    def evict_all(self, tier: TierName | None = None) -> ManyOutcomes:
+        """Drop all pages from L1; there are none in another tier."""
+        return ManyOutcomes.of(self._worker.evict(None) if tier in (None, TierName.HBM) else [])
 
-    def verify(self, keys: list[bytes] | None = None) -> list[tuple[bytes, Outcome]]:
+    def clear(self, tenant: str | None = None) -> ManyOutcomes:
+        """Drop a tenant's pages from L1, or everybody's."""
+        return ManyOutcomes.of(self._worker.clear(tenant))
+
+    def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Check pages in L1 against their checksums."""
         return self._worker.verify(keys)
+
+    def verify_all(self) -> ManyOutcomes:
+        """The same with all pages in L1."""
+        return ManyOutcomes.of(self._worker.verify(None))
 
     def record(self, path: str, max_bytes: int, is_only: bool = True) -> RecordingStatus:
         """Write what L1 hears into a new file (see file_of). Raises RecordingError."""
@@ -337,5 +366,8 @@ def sender_to(directory: Any) -> Callable[[Batch], Reply]:
 
 
 DecodeWorkerActor = ray.remote(  # type: ignore[call-overload]  # Ray's types lack max_concurrency
-    num_cpus=0, max_concurrency=CALLS_AT_ONCE, runtime_env={"env_vars": ENVIRONMENT}
+    num_cpus=0,
+    max_concurrency=CALLS_AT_ONCE,
+    concurrency_groups={PULSE_GROUP: 1},
+    runtime_env={"env_vars": ENVIRONMENT},
 )(DecodeWorkerProcess)

@@ -249,6 +249,6 @@ def _lent_page(page: PeerSave) -> LentPage:
         key=record.key,
         variant=page.spec.format.value,
         spec_digest=page.spec.digest,
-        checksum=page.checksum,
+        checksum=page.check,
         tokens=page.spec.page_tokens,
     )

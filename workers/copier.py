@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.tier.hbm import Arena, PeerArena
 from kvtier.tier.ipc import NodeClient
@@ -28,6 +28,7 @@ from kvtier.tier.page import (
     TierName,
     page_checksum,
 )
+from kvtier.workers.frame_checks import FramePage, PageChecks
 from kvtier.workers.frames import PageRecord
 
 log = logging.getLogger(__name__)
@@ -54,17 +55,21 @@ class LoadPage:
 
 @dataclass(slots=True)
 class PeerLoad:
-    """A page of a lease that lies in a peer's frame; a `checksum` of b"" can't be checked."""
+    """A page of a lease that lies in a peer's frame, and the `check` that it was put there with.
+
+    `checksum` is filled in by the copy, where the check is one.
+    """
 
     ref: PageRef
     peer: PeerArena
     grant: PeerGrant
     key: PageKey
     spec: PageSpec
-    checksum: bytes
+    check: bytes
     frame: int
     made_from: str
     came_from: TierName = TierName.PEER
+    checksum: bytes = b""
 
 
 @dataclass(slots=True)
@@ -122,7 +127,11 @@ class SaveJob:
 
 @dataclass(slots=True)
 class PeerSave:
-    """A cached page to copy into a peer's frame, which keeps it beside the copy below; `checksum` as of a SavePage."""
+    """A cached page to copy into a peer's frame, which keeps it beside the copy below.
+
+    `checksum` is what L1 knows of it, b"" where it knows none; `check`, what it is to be found by there, is filled in by
+    the copy.
+    """
 
     frame: int
     peer: PeerArena
@@ -130,6 +139,7 @@ class PeerSave:
     record: PageRecord
     spec: PageSpec
     checksum: bytes
+    check: bytes = b""
 
 
 @dataclass(slots=True)
@@ -142,6 +152,7 @@ class PeerSaveJob:
 
 
 Job = LoadJob | SaveJob | PeerSaveJob
+Peer = TypeVar("Peer", PeerLoad, PeerSave)
 
 
 class FrameCopies(Protocol):
@@ -245,8 +256,10 @@ class Copier:
 class PageCopies:
     """Copies of whole pages between an arena and slots or peers' frames."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, checks: PageChecks) -> None:
+        """`checks` are the arena's."""
         self._arena = arena
+        self._checks = checks
 
     def follow(self, client: NodeClient | None) -> None:
         """See Copies: jobs bring their slots along."""
@@ -262,9 +275,10 @@ class PageCopies:
 
     def _load(self, job: LoadJob) -> None:
         start = time.perf_counter()
+        of_peers: list[PeerLoad] = []
         for page in job.pages:
             if isinstance(page, PeerLoad):
-                self._load_from_peer(page, job.bad)
+                of_peers.append(page)
                 continue
             payload = page.slot[HEADER_BYTES : HEADER_BYTES + page.spec.nbytes]
             try:
@@ -273,24 +287,34 @@ class PageCopies:
                 job.bad[page.ref] = str(error)
                 continue
             self._arena.copy_in(page.frame, payload)
+        for pages in self._parts(of_peers):
+            self._load_from_peers(pages, job.bad)
         job.seconds = time.perf_counter() - start
 
-    def _load_from_peer(self, page: PeerLoad, bad: dict[PageRef, str]) -> None:
-        """Checked where it arrives: a frame whose lender is gone may change under the copy."""
-        self._arena.copy_from_peer(page.frame, page.peer, page.grant.offset, page.spec.nbytes)
-        payload = self._arena.host_bytes(page.frame, page.spec.nbytes)
-        if not page.checksum or payload is None:
-            return
-        if page_checksum(page.key, page.spec.format.value, page.spec.digest, payload) != page.checksum:
-            bad[page.ref] = f"checksum of page {page.key.hex()[:16]} in a peer's frame differs"
+    def _load_from_peers(self, pages: list[PeerLoad], bad: dict[PageRef, str]) -> None:
+        """Checked where they arrive: a frame whose lender is gone may change under the copy."""
+        for page in pages:
+            self._arena.copy_from_peer(page.frame, page.peer, page.grant.offset, page.spec.nbytes)
+        found = self._checks.take([FramePage(page.frame, page.key, page.spec) for page in pages])
+        for page, check in zip(pages, found, strict=True):
+            if check != page.check:
+                bad[page.ref] = f"page {page.key.hex()[:16]} in a peer's frame isn't what was put there"
+            elif self._checks.are_checksums:
+                page.checksum = check
 
     def _save_to_peers(self, job: PeerSaveJob) -> None:
-        for page in job.pages:
-            spec = page.spec
-            self._arena.copy_to_peer(page.frame, page.peer, page.grant.offset, spec.nbytes)
-            payload = None if page.checksum else self._arena.host_bytes(page.frame, spec.nbytes)
-            if payload is not None:
-                page.checksum = page_checksum(page.record.key, spec.format.value, spec.digest, payload)
+        for pages in self._parts(job.pages):
+            for page in pages:
+                self._arena.copy_to_peer(page.frame, page.peer, page.grant.offset, page.spec.nbytes)
+                page.check = page.checksum if self._checks.are_checksums else b""
+            unknown = [page for page in pages if not page.check]
+            taken = self._checks.take([FramePage(p.frame, p.record.key, p.spec) for p in unknown])
+            for page, check in zip(unknown, taken, strict=True):
+                page.check = check
+
+    def _parts(self, pages: list[Peer]) -> Iterator[list[Peer]]:
+        size = self._checks.at_once
+        return (pages[at : at + size] for at in range(0, len(pages), size))
 
     def _save(self, job: SaveJob) -> None:
         for page in job.pages:

@@ -122,25 +122,18 @@ class Mailbox:
 
 
 class _Slab:
-    """The node's slab, as long as no step closes it. Its slots are the leader's to know."""
+    """The node's slab, as long as no step closes it. Its slots are the leader's to know.
 
-    def __init__(self, slab_fd: int, connection_fd: int, nbytes: int, *, pin: bool) -> None:
+    It isn't pinned: no GPU reads it, since the processor copies a rank's heads between slots and staging. The plan would
+    wait for as long as touching all of it takes, and with the plan copies, their leases on slots, and the group's patience.
+    """
+
+    def __init__(self, slab_fd: int, connection_fd: int, nbytes: int) -> None:
         self._connection_fd = connection_fd
         try:
             self._tier = HostTier.attach(slab_fd, nbytes)
         finally:
             os.close(slab_fd)
-        if pin:
-            # On a thread of its own: CUDA would remember a refusal for the thread that asked.
-            pinning = threading.Thread(target=self._pin, name="pin-slab", daemon=True)
-            pinning.start()
-            pinning.join()
-
-    def _pin(self) -> None:
-        try:
-            self._tier.register_pinned()
-        except RuntimeError as error:
-            log.warning("L3 stays unpinned, so the driver stages its copies: %s", error)
 
     def payload(self, slot: int, nbytes: int) -> memoryview:
         """What lies in a slot behind its header. Raises IndexError for one that isn't in the slab."""
@@ -202,8 +195,7 @@ class RankLoop:
             case OpenSlab(nbytes):
                 self._close_slab()
                 slab_fd, connection_fd = self._mailbox.take_fd(), self._mailbox.take_fd()
-                pin = self._runner.device.type == "cuda"
-                self._slab = _Slab(slab_fd, connection_fd, nbytes, pin=pin)
+                self._slab = _Slab(slab_fd, connection_fd, nbytes)
             case CloseSlab():
                 self._close_slab()
             case Stop():

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """A queue whose reader takes all there is at once, and sleeps without a clock when there is nothing.
+    """A queue whose reader takes all there is at once, and sleeps when there is nothing.
 
     At most `capacity` events that were offered from outside wait at a time. Those put by the worker's own threads are
     never refused: they are bounded by what the worker has under way.
@@ -42,8 +42,8 @@ class Inbox(Generic[T]):
             self._changed.notify()
             return True
 
-    def take(self, timeout_s: float | None) -> list[T]:
-        """All events, oldest first; waits at most `timeout_s` (None: without end) for one to come."""
+    def take(self, timeout_s: float) -> list[T]:
+        """All events, oldest first; waits at most `timeout_s` for one to come."""
         with self._changed:
             if not self._events and timeout_s != 0:
                 self._changed.wait(timeout_s)

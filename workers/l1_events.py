@@ -314,6 +314,17 @@ class StartSave(Event[None], frozen=True):
         l1.table.start_copy(self.frame)
 
 
+class SaveAnew(Event[None], frozen=True):
+    """The cached page in this frame was saved, and has no copy below any more."""
+
+    frame: int
+
+    def apply(self, l1: L1, now: float) -> None:
+        record = l1.table.record(self.frame)
+        assert record is not None, f"frame {self.frame} holds no cached page"
+        record.save = SaveState.DIRTY
+
+
 class Saved(Event[bool], frozen=True):
     """A save of the cached page in this frame is over. Whether the page is still cached."""
 
@@ -467,7 +478,7 @@ class ClearTree(Event[None], frozen=True):
 EVENTS: tuple[type[Event[Any]], ...] = (
     *(Add, Siblings, Schedule, Computed, Measured, Fork, Sampled, Leaving, Finish, Retenant),
     *(Found, Cut, GiveUp, Place, Arrive, LoadOver),
-    *(TakeOps, TakeDue, SetAside, StartSave, Saved, StartCopy, EndCopies, Borrow, PreemptedSaved),
+    *(TakeOps, TakeDue, SetAside, StartSave, SaveAnew, Saved, StartCopy, EndCopies, Borrow, PreemptedSaved),
     *(LendOut, TakeBack, LentOverdue),
     *(NodeCame, NodeWent, LeasesOver, Pin, Unpin, Remove, ClearTree),
 )

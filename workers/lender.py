@@ -18,12 +18,15 @@ from kvtier.workers.l1 import L1
 from kvtier.workers.l1_events import LendOut, LentOverdue, TakeBack
 from kvtier.workers.node_link import NodeLink
 from kvtier.workers.page_table import PageTable
+from kvtier.workers.scheduler import Scheduler
+from kvtier.workers.sequence import Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
 RESERVE_PARTS = 8  # one part in so many of L1 is kept free beside what runs and waits
 BATCH_PARTS = 32  # frames are lent, and asked for, by so large a part of L1: fewer messages
 PATIENCE_S = 1.0  # for frames that were asked for; a borrower gives them up within a step of its own
+STARVED_S = 10.0  # longer than that nobody waits for room that only overdue frames can give
 POLL_S = 0.05  # between looks at the lifelines of connections that are over
 
 
@@ -76,6 +79,21 @@ def to_take_back(table: PageTable, missing: Mapping[int, int], asked: Mapping[in
     return [frame for frame in left if slabs.slab_of(frame) in wanted]
 
 
+def starved(scheduler: Scheduler) -> Sequence | None:
+    """Who can't go on in what is left of L1 beside the frames that are lent, though nobody else runs.
+
+    One that loads isn't meant: that ends at a deadline of its own.
+    """
+    table, active = scheduler.table, scheduler.active
+    seq = next(iter(active or scheduler.waiting), None)
+    if seq is None or not table.frames.lent or len(active) > 1 or seq.state is SequenceState.LOADING:
+        return None
+    tokens = seq.computed + 1 if active else min(seq.length + 1, seq.final_tokens)
+    missing: Counter[int] = Counter()
+    table.add_missing(missing, seq, tokens, table.page_tokens)
+    return None if table.has_room(missing) else seq
+
+
 def _slabs(slabs: SlabAllocator, size: int, pages: int) -> int:
     return -(-max(0, pages) // slabs.per_slab(size))
 
@@ -96,6 +114,8 @@ class Lender:
         self._orphans: list[tuple[int, list[int]]] = []  # lifelines that may be open yet, and what was lent
         self._looked_s = 0.0  # at the orphans' lifelines
         self._missed_s: float | None = None  # since when somebody waits while there are orphans
+        # While frames are overdue: who is starved, how many tokens of it are computed, and since when.
+        self._starved: tuple[Sequence, int, float] | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -105,11 +125,12 @@ class Lender:
     @property
     def next_deadline_s(self) -> float | None:
         """When `expire` has something to look at."""
+        times = [] if self._starved is None else [self._starved[2] + STARVED_S]
         if self._orphans:
-            return self._looked_s + POLL_S
-        if self._asked and not self._table.lent_overdue:
-            return next(iter(self._asked.values())) + PATIENCE_S
-        return None
+            times.append(self._looked_s + POLL_S)
+        elif self._asked and not self._table.lent_overdue:
+            times.append(next(iter(self._asked.values())) + PATIENCE_S)
+        return min(times, default=None)
 
     def came(self, lifeline: int | None) -> None:
         """A connection stands; its lifeline's read end is this object's from now on."""
@@ -178,6 +199,23 @@ class Lender:
             late = len(self._asked) + sum(len(frames) for _, frames in self._orphans)
             log.warning("%d frames lent to peers don't come back; going on without", late)
             self._l1.hear(LentOverdue(), now)
+
+    def given_up(self, now: float) -> Sequence | None:
+        """A sequence that has waited long enough for frames that don't come back: its request is to end here.
+
+        Nothing else bounds its wait. Whatever it computes meanwhile begins it anew. Before each step.
+        """
+        if self._starved is None and not self._table.lent_overdue:
+            return None
+        seq = starved(self._l1.scheduler)
+        if seq is None:
+            self._starved = None
+        elif self._starved is None or self._starved[:2] != (seq, seq.computed):
+            self._starved = seq, seq.computed, now
+        elif now - self._starved[2] >= STARVED_S:
+            self._starved = None
+            return seq
+        return None
 
     def _waits_since(self, now: float) -> float | None:
         """Since when frames are asked for; orphans, of which nobody can be asked, since somebody waits for them."""

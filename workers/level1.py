@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.page import PageFormat, PageKey, TierName
 from kvtier.tier.stats import TierCounters
 from kvtier.workers.formats import LayerGroup
+from kvtier.workers.frames import PageRecord
 from kvtier.workers.l1 import L1
 from kvtier.workers.l1_events import ClearTree, Pin, Remove, Unpin
 from kvtier.workers.pager import Pager
@@ -78,30 +80,44 @@ class Level1:
         for record, is_held in self._table.cached():
             if len(found) >= limit:
                 break
-            if digest not in (None, record.tenant):
-                continue
-            is_pinned = record.key in self._table.pinned
-            found.append(
-                PageInfo(
-                    key=record.key.hex(),
-                    tier=TierName.HBM,
-                    owner=self._worker_id,
-                    tenant=record.tenant.hex(),
-                    root=record.root.hex(),
-                    parent=record.parent.hex(),
-                    variant=record.format.value,
-                    depth=record.depth,
-                    tokens=self._table.page_tokens,
-                    nbytes=record.nbytes,
-                    uses=record.uses,
-                    idle_s=max(0.0, now - record.last_use_s),
-                    pinned=is_pinned,
-                    readers=self._table.copies_of(record.frame) + (is_held and not is_pinned),
-                    state="sealed",
-                    made_from=record.made_from,
-                )
-            )
+            if digest in (None, record.tenant):
+                found.append(self._info(record, is_held, now))
         return found
+
+    def pages_of(self, keys: Iterable[bytes]) -> list[PageInfo]:
+        """The pages of these keys, in each format that is here. Takes as long as a lookup of their prompts."""
+        now = self._clock()
+        records = [record for key in keys for record in self._table.records_of(PageKey(key))]
+        return [self._info(record, self._table.is_held(record), now) for record in records]
+
+    def held(self, keys: Sequence[bytes]) -> list[HeldKeys]:
+        """Which of these keys can be found here, by format. Takes about a microsecond a key."""
+        found: dict[tuple[TierName, str], list[int]] = {}
+        for position, key in enumerate(keys):
+            for record in self._table.records_of(PageKey(key)):
+                found.setdefault((TierName.HBM, record.format.value), []).append(position)
+        return HeldKeys.of(found, len(keys))
+
+    def _info(self, record: PageRecord, is_held: bool, now: float) -> PageInfo:
+        is_pinned = record.key in self._table.pinned
+        return PageInfo(
+            key=record.key.hex(),
+            tier=TierName.HBM,
+            owner=self._worker_id,
+            tenant=record.tenant.hex(),
+            root=record.root.hex(),
+            parent=record.parent.hex(),
+            variant=record.format.value,
+            depth=record.depth,
+            tokens=self._table.page_tokens,
+            nbytes=record.nbytes,
+            uses=record.uses,
+            idle_s=max(0.0, now - record.last_use_s),
+            pinned=is_pinned,
+            readers=self._table.copies_of(record.frame) + (is_held and not is_pinned),
+            state="sealed",
+            made_from=record.made_from,
+        )
 
     def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages, and those before them. REJECTED past the bound."""
@@ -118,9 +134,20 @@ class Level1:
             found.append((key, Outcome.ACCEPTED if is_here else Outcome.MISSING))
         return found
 
+    def deepest_first(self, tenant: str | None = None) -> list[bytes]:
+        """The keys of a tenant's pages that can be found (None: of all), each once, those behind a page before it."""
+        digest = None if tenant is None else tenant_digest(tenant)
+        records = (self._table.records_of(key)[0] for key in [*self._table.keys()])
+        found = [(record.depth, record.key) for record in records if digest in (None, record.tenant)]
+        return [key for _, key in sorted(found, reverse=True)]
+
+    def here(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these keys that can be found."""
+        return [key for key in keys if self._table.has(PageKey(key))]
+
     def evict(self, keys: list[bytes]) -> Outcomes:
         """Drop pages, with those behind them. REJECTED: it is pinned. DEFERRED: as soon as its users end."""
-        here = {key for key in keys if self._table.has(PageKey(key))}  # one may go with another
+        here = set(self.here(keys))  # one may go with another
         return [(key, self._evict(PageKey(key)) if key in here else Outcome.MISSING) for key in keys]
 
     def _evict(self, key: PageKey) -> Outcome:
@@ -128,6 +155,17 @@ class Level1:
             return Outcome.REJECTED
         waits = self._l1.hear(Remove(key), self._clock()) is False
         return Outcome.DEFERRED if waits else Outcome.ACCEPTED
+
+    def drop(self, keys: list[bytes]) -> Outcomes:
+        """Evict pages, pinned ones too, ahead of a `clear`. REJECTED: it is in use, and stays until that."""
+        return [(key, self._drop(PageKey(key))) for key in keys]
+
+    def _drop(self, key: PageKey) -> Outcome:
+        self._l1.hear(Unpin(key), self._clock())
+        # Not DEFERRED: what waits for its users to end would be evicted then by its key, which a page that is computed
+        # anew after the clear has too.
+        is_in_use = any(self._table.is_held(record) for record in self._table.records_of(key))
+        return Outcome.REJECTED if is_in_use else self._evict(key)
 
     def clear(self, tenant: str | None, in_use: Iterable[Tenancy]) -> Outcomes:
         """Drop a tenant's pages, or everybody's. DEFERRED: not found any more, gone when its users end.
@@ -149,12 +187,9 @@ class Level1:
             self._roots.cleared(name)
         return outcomes
 
-    def verify(self, keys: list[bytes] | None) -> Outcomes:
-        """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
-        wanted = keys
-        if wanted is None:
-            wanted = list(dict.fromkeys(record.key for record, _ in self._table.cached()))
-        return [(key, self._verify(PageKey(key))) for key in wanted]
+    def verify(self, keys: list[bytes]) -> Outcomes:
+        """Check pages against their checksums; a bad one is dropped, and then MISSING."""
+        return [(key, self._verify(PageKey(key))) for key in keys]
 
     def _verify(self, key: PageKey) -> Outcome:
         records = self._table.records_of(key)

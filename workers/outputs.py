@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -16,7 +18,9 @@ from kvtier.workers.api import Output
 
 MAX_HELLO_BYTES = 4096
 MAX_FRAME_BYTES = 64 * 2**20  # of one step's outputs; a longer one can't be ours
-SEND_TIMEOUT_S = 30.0  # a gateway that takes nothing for so long is gone
+# A gateway that takes nothing for so long, or falls so far behind, is gone.
+UNSENT_S = 30.0
+MAX_UNSENT_BYTES = MAX_FRAME_BYTES
 KEEPALIVE_S = (
     20  # a machine that answers nothing for so long is gone: less finds it sooner, more bears a slow network
 )
@@ -36,10 +40,18 @@ _hello_decoder = msgspec.msgpack.Decoder(OutputHello)
 
 
 class OutputSender:
-    """The worker's end. Its step loop alone calls `send`."""
+    """The worker's end. Its step loop alone calls `send`, at least once in pulse.TURN_S.
 
-    def __init__(self, connection: socket.socket) -> None:
+    `send` waits for nobody, so that a gateway that stands still has no worker stand still with it: what the connection
+    doesn't take goes with the next call.
+    """
+
+    def __init__(self, connection: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
+        """`connection` blocks."""
         self._socket = connection
+        self._clock = clock
+        self._unsent = bytearray()
+        self._taken_s = 0.0  # when the gateway last took something, or had everything
 
     @classmethod
     def connect(cls, address: str, secret: bytes, worker_id: str, timeout_s: float = 10.0) -> OutputSender:
@@ -49,8 +61,10 @@ class OutputSender:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(connection)
-            connection.settimeout(SEND_TIMEOUT_S)
+            # Keep-alive looks at silent connections only, and this one says something every second.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * UNSENT_S))
             connection.sendall(pack_frame(_encoder.encode(OutputHello(worker_id, secret))))
+            connection.settimeout(None)
         except BaseException:
             connection.close()
             raise
@@ -58,18 +72,26 @@ class OutputSender:
 
     def send(self, outputs: list[Output]) -> None:
         """Send what a step gave. Raises OSError when the gateway is gone; the connection is of no use then."""
-        self._socket.sendall(pack_frame(_encoder.encode(outputs)))
+        now = self._clock()
+        if not self._unsent:
+            self._taken_s = now
+        self._unsent += pack_frame(_encoder.encode(outputs))
+        with suppress(BlockingIOError):
+            sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+            del self._unsent[:sent]
+            self._taken_s = now
+        if now - self._taken_s >= UNSENT_S:
+            raise TimeoutError(f"it has taken nothing for {now - self._taken_s:.0f} s")
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise OSError(
+                f"it is {len(self._unsent)} bytes behind, at most {MAX_UNSENT_BYTES} are kept for it"
+            )
 
     def wait_closed(self) -> None:
         """Until the gateway's end closes, or ours does: it never says anything. For a thread that does nothing else."""
-        while True:
-            try:
-                if not self._socket.recv(1):
-                    return
-            except TimeoutError:
-                continue
-            except OSError:
-                return
+        with suppress(OSError):
+            while self._socket.recv(1):
+                pass
 
     def close(self) -> None:
         """Let the connection go, and who waits for that. Idempotent. From any thread."""

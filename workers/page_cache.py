@@ -197,6 +197,12 @@ class PageCache:
         for record in self.pool.pages.values():
             yield record, self.frames.is_held(record.frame)
 
+    def is_held(self, record: PageRecord) -> bool:
+        """Whether anyone holds a page that can be found, as `cached` says it."""
+        if record.is_pooled:
+            return self.frames.is_held(record.frame)
+        return self.index.is_in_use(self.index.match(record.tree, self._chain_tokens(record)).node)
+
     # Room
 
     def size_of(self, group: int, format: PageFormat) -> int:

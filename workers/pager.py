@@ -34,9 +34,11 @@ from kvtier.tier.messages import (
     Release,
     Remote,
     ReturnSlots,
+    SavePages,
     Stored,
     StoredPage,
     ToWorker,
+    Unsaved,
 )
 from kvtier.tier.page import PageFormat, PageKey, PageSpec, TierName, page_checksum
 from kvtier.tier.records import Limits
@@ -71,6 +73,7 @@ from kvtier.workers.l1_events import (
     NodeWent,
     Place,
     PreemptedSaved,
+    SaveAnew,
     Saved,
     SetAside,
     StartCopy,
@@ -195,6 +198,7 @@ class Pager:
         content = b""
         if load.first_page == 0 and seq.length > page_tokens:
             content = seq.content()
+        recompute_s = self._recompute_s(seq, load)
         self._link.send(
             Locate(
                 request_id=load.lease,
@@ -204,9 +208,12 @@ class Pager:
                 first_page=load.first_page,
                 last_position=load.last_position,
                 chains=[_chain(chain, group) for chain, group in zip(load.chains, self._groups, strict=True)],
-                recompute_s=self._recompute_s(seq, load),
+                recompute_s=recompute_s,
                 first_content=content,
                 remotes=[Remote(*remote) for remote in request.spec.remotes],
+                double_pages=self._table.policy.costs.double_pages,
+                patience_s=max(0.0, load.deadline_s - load.started_s) if recompute_s else 0.0,
+                busy_s=self._busy_s(seq) if recompute_s else 0.0,
             )
         )
 
@@ -217,6 +224,17 @@ class Pager:
                 0.0  # what was preempted comes back from wherever it is: the sequence has waited long enough
             )
         return self._table.policy.costs.recompute_s(0.5 * (load.first_page + load.pages))
+
+    def _busy_s(self, seq: Sequence) -> float:
+        """Until what older sequences have to compute of their prompts is done."""
+        costs, page_tokens = self._table.policy.costs, self._table.page_tokens
+        older = (other for other in self._l1.scheduler.active if other.number < seq.number)
+        left = ((other.computed, other.length) for other in older if other.state is SequenceState.RUNNING)
+        return sum(
+            (end - start) / page_tokens * costs.recompute_s(0.5 * (start + end) / page_tokens)
+            for start, end in left
+            if end - start > 1
+        )
 
     def finished(self, seq: Sequence, kind: Kind, now: float) -> None:
         """A sequence is about to be over: where it is its request's last, the node hears what it leaves behind."""
@@ -270,6 +288,23 @@ class Pager:
         for record in records:
             if record.save is SaveState.DIRTY:
                 self._to_save(record)
+        self.flush(now)
+
+    def _save_asked(self, pages: Iterable[tuple[bytes, str]], now: float) -> None:
+        """Another node waits for these pages, and this one doesn't have them: save those that are here, name the others."""
+        unsaved: list[tuple[bytes, str]] = []
+        for key, variant in pages:
+            records = self._table.records_of(PageKey(key))
+            record = next((one for one in records if one.format.value == variant and not one.made_from), None)
+            if record is None or not (self._may_go_down(record) and self._link.can_save(record.nbytes)):
+                unsaved.append((key, variant))
+                continue
+            if record.save is SaveState.CLEAN:
+                self._l1.hear(SaveAnew(record.frame), now)
+            if record.save is SaveState.DIRTY:
+                self._to_save(record)
+        if unsaved:
+            self._link.send(Unsaved(unsaved))
         self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -366,6 +401,10 @@ class Pager:
             log.warning("load of %s: not all of its pages came in %s", load.lease, waited)
             self._give_up(seq, "deadline", f"the load took longer than {waited}", now)
 
+    def given_up(self, now: float) -> Sequence | None:
+        """Who has waited too long for room that peers keep. Before a step."""
+        return self._lender.given_up(now)
+
     def cleared(self, tenant: bytes) -> None:
         """The tenant's pages are gone: what is being saved of them must not come back to life below."""
         self._clears += 1
@@ -440,6 +479,8 @@ class Pager:
             if seq is not None:
                 self._copy_up(seq, message.pages, now)
                 self._finish_if_complete(seq, now)
+        elif isinstance(message, SavePages):
+            self._save_asked(message.pages, now)
         elif isinstance(message, LoadFailed):
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
@@ -517,7 +558,7 @@ class Pager:
             grant=page.grant,
             key=PageKey(page.key),
             spec=spec,
-            checksum=page.checksum,
+            check=page.checksum,
             frame=frame,
             made_from=page.made_from,
         )
@@ -590,11 +631,14 @@ class Pager:
 
     def _to_save(self, record: PageRecord) -> None:
         """Queue a page for the node, if there is one that is to have it; one that is put off comes again when it is due."""
-        if not self._link.is_configured or record.is_put_off or self._table.is_dead(record.tree):
+        if not self._may_go_down(record):
             return
         self._queue(self._unsaved[record.nbytes], record)
         if self._l4_format not in (None, record.format) and not record.made_from:
             self._queue(self._unmade, record)
+
+    def _may_go_down(self, record: PageRecord) -> bool:
+        return self._link.is_configured and not (record.is_put_off or self._table.is_dead(record.tree))
 
     def _queue(self, queue: OrderedDict[PageRecord, None], record: PageRecord) -> None:
         """Add to a queue of cached pages; evicted ones are left in it until they are half of it."""

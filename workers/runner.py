@@ -41,6 +41,7 @@ from kvtier.workers.formats import (
     raw_format,
     unit_bytes_of,
 )
+from kvtier.workers.frame_checks import page_checks
 from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_share import WHOLE, Share, share_unit_bytes
 from kvtier.workers.model import Model, ModelShape, ModelStep, layer_groups, read_shape
@@ -491,7 +492,7 @@ class Runner:
     def open_l1(self) -> tuple[Arena, PageCopies]:
         """See ModelRunner."""
         arena = Arena(self.arena)
-        return arena, PageCopies(arena)
+        return arena, PageCopies(arena, page_checks(self.arena))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         plans = tuple(

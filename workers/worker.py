@@ -1,7 +1,8 @@
 """The decode worker: one thread that schedules, computes, samples and answers, over one model and its L1.
 
 Everything a worker knows belongs to its step loop. Others put events into its inbox: requests and admin calls from
-outside, messages of the node's cache, finished page copies. The loop sleeps when there is nothing to do.
+outside, messages of the node's cache, finished page copies. The loop sleeps when there is nothing to do, and turns once in
+pulse.TURN_S all the same, so that one that stands still is told from one that is idle.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -22,7 +24,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from kvtier.tier.base import PageInfo
+from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.messages import Hello, NewRoot
 from kvtier.tier.page import PageKey, TierName
@@ -74,6 +77,7 @@ from kvtier.workers.node_link import (
 )
 from kvtier.workers.page_table import PageTable
 from kvtier.workers.pager import Pager
+from kvtier.workers.pulse import TURN_S, Pulse
 from kvtier.workers.recorded_l1 import about, hiding_machine
 from kvtier.workers.roots import Kind, Roots
 from kvtier.workers.runner import GroupPages, ModelRunner, SequenceRows, StepBatch
@@ -92,6 +96,10 @@ MARGIN_SHARE = (
 L2_MARGIN_PARTS = 8  # one part in so many of L1 is chosen ahead of need, to go to peers
 MOST_BORROWED = 32  # of peers' frames in stock, for each size of page
 ADMIN_CALLS = 256  # waiting at once, cancellations included
+# What a verb on all pages does in one turn of the step loop: checksums of so many bytes take some 10 ms, as evicting so
+# many pages does.
+PART_BYTES = 64 << 20
+PART_PAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +144,9 @@ _Event = _Submitted | _Cancelled | _CancelledAll | _Copied | _Call | _Stop | Lin
 class DecodeWorker:
     """Serves requests on one model. Public methods may be called from any thread; outputs go to `sink`.
 
-    `sink` gets one list per step, on the step loop's thread, and must neither block nor raise. `tenants` maps names to
-    the salts of their keys. Without `socket_path`, or while nobody answers there, L1 is the only tier.
+    `sink` gets one list per step, on the step loop's thread, and must neither block nor raise; an empty one tells that
+    the loop turns, where nothing else has for TURN_S. `tenants` maps names to the salts of their keys. Without
+    `socket_path`, or while nobody answers there, L1 is the only tier.
     """
 
     def __init__(
@@ -217,6 +226,7 @@ class DecodeWorker:
             root_fields=runner.root_fields(),
             arena_bytes=0 if self._share is None else self._share.nbytes,
             arena_handle=b"" if self._share is None else self._share.handle,
+            saves_when_asked=write == "demote",
         )
         frames, copies = runner.open_l1()
         self._link = NodeLink(
@@ -224,7 +234,7 @@ class DecodeWorker:
             hello,
             stock,
             self._inbox.put,
-            pin_slab=runner.device.type == "cuda",
+            pin_slab=runner.arena.device.type == "cuda",  # a group's processors read slots, not its GPUs
             share=self._share,
             follow=copies.follow,
         )
@@ -253,6 +263,7 @@ class DecodeWorker:
         )
         self._recorder: Recorder | None = None  # of the latest recording, over or not
         self._on_holds: Callable[[list[PageKey], list[PageKey]], None] | None = None
+        self._part_pages = max(1, min(PART_PAGES, PART_BYTES // max(spec.nbytes for spec in specs)))
         self._incarnation = hello.incarnation
         self._requests: dict[str, Request] = {}
         self._handovers = Handovers()
@@ -280,6 +291,8 @@ class DecodeWorker:
         self._positions = np.zeros(max_batch_tokens, np.int32)
         self._counting = np.arange(max_batch_tokens, dtype=np.int32)
         self._thread = threading.Thread(target=self._run, name=f"step-loop-{worker_id}", daemon=True)
+        self._pulse = Pulse(self._thread)
+        self._told_s = 0.0  # when the sink was last told anything
 
     # For anyone, from any thread
 
@@ -345,6 +358,10 @@ class DecodeWorker:
         """The step loop runs."""
         return self._thread.is_alive() and self.error is None
 
+    def pulse(self) -> float:
+        """Seconds since the step loop last turned; it does while it has nothing to do, and while it makes kernels."""
+        return self._pulse.read()
+
     @property
     def is_connected(self) -> bool:
         """The node's cache answers."""
@@ -366,25 +383,63 @@ class DecodeWorker:
             return []
         return self._call(lambda: self._level1.pages(tenant, limit))
 
+    def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
+        """The pages of these keys in L1, in each format."""
+        return self._call(lambda: self._level1.pages_of(keys))
+
+    def held(self, keys: list[bytes]) -> list[HeldKeys]:
+        """Which of these keys L1 has, by format."""
+        return self._call(lambda: self._level1.held(keys))
+
     def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages in L1, and those before them. REJECTED past the bound, half of L1's pages."""
-        return self._call(lambda: self._level1.pin(keys))
+        return self._in_parts(keys, self._level1.pin)
 
     def unpin(self, keys: list[bytes]) -> Outcomes:
         """Undo `pin`."""
-        return self._call(lambda: self._level1.unpin(keys))
+        return self._in_parts(keys, self._level1.unpin)
 
-    def evict(self, keys: list[bytes]) -> Outcomes:
-        """Drop pages from L1, with those behind them. REJECTED: it is pinned. DEFERRED: as soon as its users end."""
-        return self._call(lambda: self._level1.evict(keys))
+    def evict(self, keys: list[bytes] | None) -> Outcomes:
+        """Drop pages (None: all) from L1, and those behind. REJECTED: it is pinned. DEFERRED: when its users end."""
+        if keys is None:
+            return self._on_all(self._level1.evict)
+        here = set(self._call(lambda: self._level1.here(keys)))  # one may go with another, of an earlier part
+        outcomes = self._in_parts(keys, self._level1.evict)
+        return [
+            (key, Outcome.ACCEPTED if one is Outcome.MISSING and key in here else one)
+            for key, one in outcomes
+        ]
 
     def clear(self, tenant: str | None = None) -> Outcomes:
-        """Drop a tenant's pages (None: of all). DEFERRED: not found any more, gone when its users end."""
-        return self._call(lambda: self._clear(tenant))
+        """Drop a tenant's pages (None: of all). DEFERRED: not found any more, gone when its users end.
+
+        Most go in parts. The last step takes all that is left at that moment, and ends the identity that they have been
+        found by.
+        """
+        dropped = self._on_all(self._level1.drop, tenant)
+        outcomes: dict[bytes, Outcome] = {
+            key: outcome for key, outcome in dropped if outcome is not Outcome.REJECTED
+        }
+        outcomes |= dict(self._call(lambda: self._clear(tenant)))
+        return list(outcomes.items())
 
     def verify(self, keys: list[bytes] | None = None) -> Outcomes:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
-        return self._call(lambda: self._level1.verify(keys))
+        return (
+            self._on_all(self._level1.verify) if keys is None else self._in_parts(keys, self._level1.verify)
+        )
+
+    def _on_all(self, verb: Callable[[list[bytes]], Outcomes], tenant: str | None = None) -> Outcomes:
+        """A verb on all pages of a tenant (None: of all); what has left before its turn is left out."""
+        keys = self._call(lambda: self._level1.deepest_first(tenant))
+        return self._in_parts(keys, lambda part: verb(self._level1.here(part)))
+
+    def _in_parts(self, keys: list[bytes], verb: Callable[[list[bytes]], Outcomes]) -> Outcomes:
+        """A verb on these pages, few in one turn of the step loop, which would stand still for too long otherwise."""
+        outcomes: Outcomes = []
+        for start in range(0, len(keys), self._part_pages):
+            outcomes += self._call(partial(verb, keys[start : start + self._part_pages]))
+        return outcomes
 
     def holds(self) -> list[bytes]:
         """Keys of all pages that L1 has."""
@@ -444,9 +499,11 @@ class DecodeWorker:
             while not self._is_finished():
                 for event in self._inbox.take(0 if busy else self._patience_s()):
                     self._handle(event)
+                self._pulse.turned()
                 self._pager.expire(time.monotonic())
+                self._give_up_starved(time.monotonic())
                 busy = self._step()
-                self._send_outputs()
+                self._send_outputs(is_due=True)
                 self._pager.flush(time.monotonic())
                 self._tell_holds()
                 if self._handovers:
@@ -459,11 +516,11 @@ class DecodeWorker:
             self._has_ended.set()
             self._close()
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         """How long the loop may sleep when no event comes."""
         deadlines = (self._pager.next_deadline_s, self._handovers.next_deadline_s, self._stop_at_s)
         times = [t for t in deadlines if t is not None]
-        return max(0.001, min(times) - time.monotonic()) if times else None
+        return min(TURN_S, max(0.001, min(times) - time.monotonic())) if times else TURN_S
 
     def _is_finished(self) -> bool:
         if self._stop_at_s is None:
@@ -654,9 +711,12 @@ class DecodeWorker:
         elif request.spec.is_prefill_only:
             self._hand_over(seq, now)
 
-    def _send_outputs(self) -> None:
-        if self._outputs:
+    def _send_outputs(self, *, is_due: bool = False) -> None:
+        """`is_due`: the loop has turned, which is told even if there is nothing else to tell."""
+        now = time.monotonic()
+        if self._outputs or (is_due and now - self._told_s >= TURN_S):
             outputs, self._outputs = self._outputs, []
+            self._told_s = now
             self._sink(outputs)
 
     # Requests
@@ -782,6 +842,12 @@ class DecodeWorker:
                 self._retire(seq, reason, now)
         if request.spec.request_id in self._requests:
             self._close_request(request)
+
+    def _give_up_starved(self, now: float) -> None:
+        seq = self._pager.given_up(now)
+        if seq is not None:
+            why = "peers don't give back the room in L1 that was lent to them, and it needs that"
+            self._end_request(seq.request, FinishReason.CANCELLED, now, why)
 
     def _retire(self, seq: Sequence, reason: FinishReason, now: float) -> None:
         """A sequence is over: its pages go back; cached ones stay cached."""

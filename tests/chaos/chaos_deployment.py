@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO_NODES, ONE_NODE = ROOT / "cluster" / "two-nodes.yaml", ROOT / "cluster" / "local.yaml"
 HOOKS = Path(__file__).resolve().parent / "hooks"
 PATIENCE_S = 600.0  # of a loaded machine; no law hangs on it
+STALLED_AFTER_S = 30  # a part that stands still so long is killed: well before a request's deadline
 STARTS = 6  # Ray gives its own processes half a minute, which a loaded machine may not have
 RAY_WAS_SLOW = ("timed out during startup", "Ray doesn't start")
-MOST_PAGES = 100_000
+MOST_PAGES = 10_000
 
 
 class Deployment:
@@ -40,7 +41,7 @@ class Deployment:
         self.shell = Shell(folder, model, **more)
         self._config = config
         self._faults: dict[str, Any] = {}
-        self._told = Path(tempfile.mkdtemp(prefix="kvtier-chaos-", dir=folder))
+        self._told = Path(tempfile.mkdtemp(prefix="kvtier-chaos-", dir="/tmp"))  # short: sockets lie there
         environment = self.shell.environment
         # On a machine that is busy, Ray's own choices starve its workers, and don't wait for its agents.
         environment |= {"RAY_worker_niceness": "0", "RAY_agent_register_timeout_ms": "600000"}
@@ -53,10 +54,11 @@ class Deployment:
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
-    def up(self) -> None:
-        """Start it; AssertionError with what it said when it doesn't."""
+    def up(self, *options: str) -> None:
+        """Start it, with these options too; AssertionError with what it said when it doesn't."""
+        arguments = [*self.shell.up_arguments[1:], *options, "--detach"]
         for _ in range(STARTS):
-            starting = self.shell.start("up", str(self._config), *self.shell.up_arguments[1:], "--detach")
+            starting = self.shell.start("up", str(self._config), *arguments)
             out, err = _end_of(starting)
             if starting.returncode == 0:
                 self.shell.remember_session()
@@ -66,15 +68,35 @@ class Deployment:
         raise AssertionError(f"it doesn't start: {out}\n{err}")
 
     def down(self) -> None:
-        """Stop it; nothing may be left."""
+        """Stop it, or clean up after it was killed; nothing may be left."""
         self.set()
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._disconnect()
         stopping = self.shell.start("down")
         out, err = _end_of(stopping)
         assert stopping.returncode == 0, f"{out}\n{err}"
         self.shell.check_nothing_left()
+
+    def leave(self) -> None:
+        """Stop it if it is up."""
+        if self.is_up:
+            self.down()
+
+    def ended(self) -> None:
+        """It has ended, or is about to, without being asked to: what is left of it is nothing, or what `down` cleans up."""
+        self._disconnect()
+        until(lambda: not self.supervisor, "the supervisor to end", PATIENCE_S, every_s=0.1)
+        self.leave()
+        self.shell.check_nothing_left()
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    @property
+    def supervisor(self) -> psutil.Process | None:
+        """The process that `up` has started, while it lives."""
+        return next((one for one in self.shell.processes() if "--notify-fd" in one.cmdline()), None)
 
     @property
     def is_up(self) -> bool:
@@ -129,7 +151,8 @@ class Deployment:
         try:
             yield
         finally:
-            process.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):  # it was killed for standing still
+                process.send_signal(signal.SIGCONT)
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -154,10 +177,13 @@ class Deployment:
 
     def ask(self, part: str, method: str) -> Any:
         """What a method of a part returns; AssertionError with what it raises."""
-        address = "127.0.0.1", self._part(part)["port"]
-        with socket.create_connection(address, PATIENCE_S) as connection, connection.makefile("rw") as lines:
-            print(method, file=lines, flush=True)
-            answer = json.loads(lines.readline())
+        address = str(self._told / f"part-{self._part(part)['pid']}.sock")
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.connect(address)
+            with connection.makefile("rw") as lines:
+                print(method, file=lines, flush=True)
+                answer = json.loads(lines.readline())
         assert "error" not in answer, f"{part} {method}: {answer['error']}"
         return answer["result"]
 
@@ -254,6 +280,10 @@ class Deployment:
         return total
 
     def remove(self) -> None:
+        """What is left of it; a part that still lives has been told of by now."""
+        for part in self.parts().values():
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(part["pid"]).kill()
         shutil.rmtree(self._told, ignore_errors=True)
 
 
@@ -283,11 +313,17 @@ def deployed(folder: Path, model: Path, config: Path, **more: object) -> Iterato
         deployment.up()
         yield deployment
     finally:
-        if deployment.is_up:
-            deployment.down()
+        deployment.leave()
         deployment.remove()
 
 
 def two_nodes(folder: Path, model: Path) -> AbstractContextManager[Deployment]:
     """What most faults are tried on: pages go through the network stack, and always when they can."""
-    return deployed(folder, model, TWO_NODES, cache__load="always", transfer__same_host="off")
+    return deployed(
+        folder,
+        model,
+        TWO_NODES,
+        cache__load="always",
+        transfer__same_host="off",
+        cluster__stalled_after_s=STALLED_AFTER_S,
+    )

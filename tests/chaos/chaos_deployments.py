@@ -1,16 +1,19 @@
-"""Faults that need deployments of their own: a lender of L2, a second cluster, other weights under the same name."""
+"""Faults that need deployments of their own, since they need another one, end it, or are made by the system."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
+import psutil
 from chaos_deployment import ONE_NODE, Deployment, deployed
 from chaos_load import Reference, reference
-from chaos_scene import MIDDLE, Missed, Scene
+from chaos_scene import MIDDLE, SHORT, Missed, Scene
+from chaos_system import disk_fails, disk_full, machine_lost
 from tiny_models import make_tiny_llama
 
 
@@ -21,6 +24,7 @@ class OwnFault:
     name: str
     seen: str
     make: Callable[[Path, Path, Reference, Random], None]
+    in_suite: bool = False  # the normal test suite tries it too
 
 
 def lender_dies(folder: Path, model: Path, right: Reference, rng: Random) -> None:
@@ -94,9 +98,40 @@ def other_weights(folder: Path, model: Path, right: Reference, rng: Random) -> N
         assert scene.ask([asked[0]])[0].cached.get("L4"), "the pages of these weights are gone"
         scene.end(asked)
     finally:
-        if there.is_up:
-            there.down()
+        there.leave()
         there.remove()
+
+
+def all_die(
+    folder: Path, model: Path, right: Reference, rng: Random, of: Callable[[Deployment], psutil.Process]
+) -> None:
+    """A process is killed without which nothing runs. What it leaves behind is cleaned up, and the next start is warm."""
+    with deployed(folder / "there", model, ONE_NODE) as there:
+        scene = Scene(there, right, rng)
+        kept = scene.questions(2, MIDDLE, 8)
+        scene.ask(kept)
+        there.settled()
+        victim = of(there)
+        load = scene.load(scene.questions(4, SHORT, 200))
+        load.until_given(rng.randint(0, 200))
+        was_over = load.is_over
+        victim.kill()
+        scene.finish(load, may_fail=True)
+        there.ended()
+        there.up()
+        assert scene.ask([kept[0]])[0].cached.get("L4"), "what was on the disk is gone"
+        scene.end(kept)
+    if was_over:
+        raise Missed("all requests had ended")
+
+
+def supervisor(there: Deployment) -> psutil.Process:
+    assert there.supervisor
+    return there.supervisor
+
+
+def raylet_of_the_head(there: Deployment) -> psutil.Process:
+    return next(process for process in there.shell.processes() if process.name() == "raylet")
 
 
 def _pids(there: Deployment) -> set[int]:
@@ -123,5 +158,36 @@ OWN_FAULTS = [
         "a restart with other weights under the same name",
         "a cold start: pages of the old weights are never found",
         other_weights,
+        in_suite=True,
+    ),
+    OwnFault(
+        "a machine is cut off for a while, with all that runs there (packets dropped)",
+        "a pause of half a minute in its streams: they go on at another machine with the same tokens",
+        partial(machine_lost, comes_back=True),
+    ),
+    OwnFault(
+        "a machine is cut off for good",
+        "as above; what runs there ends by itself within some minutes",
+        partial(machine_lost, comes_back=False),
+    ),
+    OwnFault(
+        "the file system of L4 is full, for its catalogue too",
+        "as when the disk is full, above",
+        disk_full,
+    ),
+    OwnFault(
+        "the kernel makes the file system of L4 read-only, under open files",
+        "as when the disk is read-only, above; once it is repaired and the service started again, all is found",
+        disk_fails,
+    ),
+    OwnFault(
+        "the supervisor is killed",
+        "UNAVAILABLE, and nothing serves any more: `kvtier down` cleans up, and the next `kvtier up` is warm from L4",
+        partial(all_die, of=supervisor),
+    ),
+    OwnFault(
+        "the head of Ray dies",
+        "as above",
+        partial(all_die, of=raylet_of_the_head),
     ),
 ]

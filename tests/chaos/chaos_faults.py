@@ -8,7 +8,7 @@ from functools import partial
 
 import psutil
 from chaos_deployment import PATIENCE_S
-from chaos_scene import LONG, MIDDLE, SHORT, Missed, Scene
+from chaos_scene import LONG, MIDDLE, NO_WRITES, SHORT, Missed, Scene
 from waiting import until
 
 LIES = {
@@ -60,6 +60,23 @@ def worker_in_decode(scene: Scene) -> None:
     load.until_given(scene.rng.randint(1, 120))
     was_over = load.is_over
     process.kill()
+    scene.finish(load)
+    scene.there.has_returned(victim, deaths + 1)
+    scene.end(asked[:2])
+    if was_over:
+        raise Missed("all requests had ended")
+
+
+def worker_stands_still(scene: Scene) -> None:
+    """It answers nothing and closes nothing, until it is found to stand still and is killed."""
+    victim = scene.rng.choice(("worker-0", "worker-1"))
+    deaths = scene.there.deaths(victim)
+    asked = scene.questions(4, SHORT, 64)
+    process = scene.there.process(victim)
+    load = scene.load(asked, victim)
+    load.until_given(scene.rng.randint(1, 120))
+    was_over = load.is_over
+    process.suspend()
     scene.finish(load)
     scene.there.has_returned(victim, deaths + 1)
     scene.end(asked[:2])
@@ -178,6 +195,16 @@ def silent(scene: Scene) -> None:
         raise Missed("no fetch failed")
 
 
+def silent_at_home(scene: Scene) -> None:
+    """The exchange that a node fetches by stands still: the node's orders are not answered."""
+    asked = scene.questions(6, MIDDLE, 8)
+    scene.spread(asked, "worker-0")
+    with scene.there.stopped("exchange of node-1"):
+        scene.ask(asked, "worker-1")
+    scene.fetches_again()
+    scene.end(asked)
+
+
 def slow(scene: Scene) -> None:
     scene.fetching(("deadline", "load_failed"), wire={"node-0": "slow"})
     scene.fetches_again()
@@ -205,11 +232,12 @@ def disk(scene: Scene, wrong: str) -> None:
     kept = scene.questions(2, MIDDLE, 8)
     scene.ask(kept, "worker-1")
     scene.there.settled()
-    pages, notes = scene.tier("L4", "pages"), scene.notes("L4 takes no writes")
+    notes = scene.notes(NO_WRITES)
     scene.there.set(disk=wrong)
-    scene.ask(scene.questions(6, MIDDLE, 16), "worker-1")
+    scene.there.settled()
+    pages = scene.tier("L4", "pages")  # not before: what was about to be written may still have been
+    scene.until_no_writes(notes, "worker-1")
     assert scene.tier("L4", "pages") <= pages, "pages were written to a disk that takes none"
-    until(lambda: scene.notes("L4 takes no writes") > notes, "a note that L4 takes no writes", PATIENCE_S)
     scene.reads_l4(kept)
     scene.there.set()
     scene.ask(scene.questions(2, MIDDLE, 8), "worker-1")
@@ -220,11 +248,10 @@ def disk(scene: Scene, wrong: str) -> None:
 def no_file_grows(scene: Scene) -> None:
     """The kernel refuses a node's writes to any file: catalogue, pages and logs."""
     process = scene.there.process("cache node node-1")
-    limits, notes = process.rlimit(psutil.RLIMIT_FSIZE), scene.notes("L4 takes no writes")
+    limits, notes = process.rlimit(psutil.RLIMIT_FSIZE), scene.notes(NO_WRITES)
     process.rlimit(psutil.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        scene.ask(scene.questions(6, MIDDLE, 16), "worker-1")
-        until(lambda: scene.notes("L4 takes no writes") > notes, "a note that L4 takes no writes", PATIENCE_S)
+        scene.until_no_writes(notes, "worker-1")
     finally:
         process.rlimit(psutil.RLIMIT_FSIZE, limits)
     scene.end()
@@ -256,6 +283,12 @@ FAULTS = [
         "a worker is killed in decode",
         "a pause in its streams: they go on at another worker with the same tokens",
         worker_in_decode,
+        in_suite=True,
+    ),
+    Fault(
+        "a worker stands still",
+        "a long pause in its streams: they go on at another worker with the same tokens",
+        worker_stands_still,
         in_suite=True,
     ),
     Fault(
@@ -300,6 +333,11 @@ FAULTS = [
     ),
     Fault(
         "a peer's exchange stands still", "slower answers: it is given up, and left alone for a while", silent
+    ),
+    Fault(
+        "a node's own exchange stands still",
+        "slower answers: what other nodes hold is computed, until it goes on or is made anew",
+        silent_at_home,
     ),
     Fault("a peer answers at 1 KB/s", "slower answers: it is given up, and left alone for a while", slow),
     Fault("bits flip between nodes", "nothing: what came damaged is computed, and counted", noisy),

@@ -26,6 +26,7 @@ from chaos_deployment import Deployment, two_nodes
 from chaos_deployments import OWN_FAULTS, OwnFault
 from chaos_faults import FAULTS, Fault
 from chaos_load import Reference, reference
+from chaos_root import Unable
 from chaos_scene import Missed, Scene
 from tiny_models import make_tiny_llama
 
@@ -43,6 +44,21 @@ class Tally:
     tried: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)  # too early or too late
     broken: dict[str, str] = field(default_factory=dict)  # the law, by fault: how
+
+    def count(self, name: str, make: Callable[[], None]) -> str:
+        """Make a fault; what came of it, in words."""
+        said = "holds"
+        try:
+            make()
+        except Unable as unable:
+            return f"not tried: {unable}"
+        except Missed as missed:
+            self.missed[name] += 1
+            said = f"holds, though not in time ({missed})"
+        except AssertionError as error:
+            self.broken[name] = said = f"BROKEN: {error}"
+        self.tried[name] += 1
+        return said
 
     def rows(self) -> list[str]:
         """The table of docs/faults.md."""
@@ -103,17 +119,9 @@ class Run:
             yield fault.name, partial(_on, fault, shared[0], right)
 
     def _try(self, name: str, make: Callable[[random.Random], None], number: int) -> None:
-        seed = self._rng.randrange(2**32)
+        rng = random.Random(self._rng.randrange(2**32))
         began = time.monotonic()
-        said = "holds"
-        self.tally.tried[name] += 1
-        try:
-            make(random.Random(seed))
-        except Missed as missed:
-            self.tally.missed[name] += 1
-            said = f"holds, though not in time ({missed})"
-        except AssertionError as error:
-            self.tally.broken[name] = said = f"BROKEN: {error}"
+        said = self.tally.count(name, partial(make, rng))
         print(f"round {number + 1}: {name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
 
 

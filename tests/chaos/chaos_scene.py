@@ -14,6 +14,8 @@ from waiting import until
 SHORT, MIDDLE, LONG = (30, 120), (150, 500), (1200, 1800)  # tokens of prompts
 PAGE_TOKENS = 16
 ROUNDS = 4  # in which a fetch must be hit
+WRITES = 20  # rounds in which a page must go to L4
+NO_WRITES = "L4 takes no writes"
 
 
 class Missed(Exception):
@@ -129,11 +131,11 @@ class Scene:
 
         until(fetched, "pages from the other node", PATIENCE_S)
 
-    def reads_l4(self, asked: Sequence[Question]) -> None:
-        """With L1 and L3 empty, some of what worker-1 was asked before comes from L4."""
+    def reads_l4(self, asked: Sequence[Question], worker: str = "worker-1") -> None:
+        """With L1 and L3 empty, some of what a worker was asked before comes from L4."""
         for tier in ("L1", "L3"):
             self.there.client.pages_evict(tier=tier)
-        warm = [answer.cached.get("L4", 0) for answer in self.ask(asked, "worker-1")]
+        warm = [answer.cached.get("L4", 0) for answer in self.ask(asked, worker)]
         assert any(warm), f"nothing came from L4: {warm}"
 
     def end(self, asked: Sequence[Question] = ()) -> None:
@@ -142,6 +144,18 @@ class Scene:
         self.there.settled()
         self.ask(asked or self.questions(2, SHORT, 8))
         self.there.check()
+
+    def until_no_writes(self, notes: int, worker: str) -> None:
+        """Ask a worker until one more than these notes says that L4 takes no writes.
+
+        More than once: what files have room for is written all the same, and a cache that is busy leaves pages out.
+        """
+        for _ in range(WRITES):
+            self.ask(self.questions(6, MIDDLE, 16), worker)
+            self.there.settled()
+            if self.notes(NO_WRITES) > notes:
+                return
+        raise AssertionError(f"nobody was told that L4 takes no writes: {self.there.status()['nodes']}")
 
     def tier(self, name: str, field: str) -> Any:
         return self.there.client.stats()["tiers"][name][field]

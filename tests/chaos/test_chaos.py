@@ -8,18 +8,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chaos_deployment import Deployment, two_nodes
+from chaos_deployments import OWN_FAULTS, OwnFault
 from chaos_faults import FAULTS, Fault
 from chaos_load import Answer, Question, Reference, judge, reference
+from chaos_root import Unable
 from chaos_run import BEGIN, END, SEEN, TABLE, Tally, report
 from chaos_scene import Missed, Scene
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = [fault for fault in FAULTS if fault.in_suite]
+SOME_OWN = [fault for fault in OWN_FAULTS if fault.in_suite]
 
 pytestmark = pytest.mark.timeout(1800)  # of a loaded machine; each request has a deadline of its own
 
@@ -36,14 +40,30 @@ def right(tiny_llama: Path) -> Iterator[Reference]:
         yield made
 
 
+# Before `there` is made: one deployment at a time.
+@pytest.mark.parametrize("fault", SOME_OWN, ids=[fault.name for fault in SOME_OWN])
+def test_nor_when(fault: OwnFault, tmp_path: Path, tiny_llama: Path, right: Reference) -> None:
+    with at_random() as rng:
+        fault.make(tmp_path, tiny_llama, right, rng)
+
+
 @pytest.mark.parametrize("fault", SOME, ids=[fault.name for fault in SOME])
 def test_no_wrong_token_no_hang_no_leak_when(fault: Fault, there: Deployment, right: Reference) -> None:
+    with at_random() as rng:
+        fault.make(Scene(there, right, rng))
+
+
+@contextmanager
+def at_random() -> Iterator[random.Random]:
+    """What a fault goes by, and what becomes of one that could not be made."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     try:
-        fault.make(Scene(there, right, random.Random(seed)))
+        yield random.Random(seed)
     except Missed as missed:
         print(f"the law held, though the fault came at no good moment: {missed}")
+    except Unable as unable:
+        pytest.skip(f"this machine can't make it: {unable}")
 
 
 # ---- the kit -----------------------------------------------------------------------------------------------------
@@ -83,6 +103,29 @@ def test_every_fault_has_a_row_in_the_document() -> None:
     assert [tuple(row.split(" | ")[:2]) for row in rows[3:-1]] == [
         (f"| {name}", seen) for name, seen in SEEN.items()
     ]
+
+
+@pytest.mark.parametrize(
+    ("raised", "tried", "missed", "broken"),
+    [
+        (None, 1, 0, 0),
+        (Missed("over"), 1, 1, 0),
+        (AssertionError("a leak"), 1, 0, 1),
+        (Unable("no root"), 0, 0, 0),
+    ],
+)
+def test_what_could_not_be_made_is_told_and_not_counted(
+    raised: Exception | None, tried: int, missed: int, broken: int
+) -> None:
+    def make() -> None:
+        if raised:
+            raise raised
+
+    tally = Tally()
+    said = tally.count("a fault", make)
+
+    assert (tally.tried.total(), tally.missed.total(), len(tally.broken)) == (tried, missed, broken)
+    assert str(raised or "holds") in said
 
 
 def test_a_report_adds_to_the_counts_and_leaves_the_rest(tmp_path: Path) -> None:

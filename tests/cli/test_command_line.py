@@ -449,6 +449,17 @@ def test_verifying_fails_when_pages_were_damaged_and_says_how_many(run: Any, cli
     assert (code, err) == (1, "kvtier: 39 of 166 pages were damaged and dropped\n")
 
 
+def test_a_listing_that_reaches_its_limit_says_so(run: Any, client: FakeClient) -> None:
+    for options in ((), ("--json",)):
+        assert run("pages", "ls", "--endpoint", "h:1", *options)[2] == ""
+        code, out, err = run("pages", "ls", "--limit", "1", "--endpoint", "h:1", *options)
+        assert (code, err.strip()) == (
+            0,
+            "these are 1 copies, there may be more: see --limit, --tier and --tenant",
+        )
+        assert PAGE["key"][:16] in out and "may be more" not in out
+
+
 def test_a_converted_copy_is_listed_as_what_it_is_of_what_it_was(
     run: Any, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +559,11 @@ def test_down_cleans_up_after_a_deployment_that_was_killed(
     (tmp_path / "ray").mkdir()
     (tmp_path / "state").mkdir()
     StateFolder(tmp_path / "state").write(Deployment(pid=4242, started="", ray_dir=str(tmp_path / "ray")))
+
+    code, _, err = run("status")
+
+    assert (code, err.count("\n")) == (3, 1)
+    assert "was killed (pid 4242)" in err and "`kvtier down` cleans up" in err
 
     code, _, err = run("down")
 

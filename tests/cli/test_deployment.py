@@ -9,6 +9,9 @@ import json
 import os
 import re
 import signal
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -161,6 +164,51 @@ def test_a_second_up_says_that_one_runs(up: Shell, how: list[str]) -> None:
     assert up.json("status")["endpoint"] == endpoint
 
 
+def test_a_detached_up_that_comes_second_leaves_the_log_of_the_first_alone(up: Shell) -> None:
+    """Both may have seen that none ran; the lock is what decides."""
+    log = up.state / "up.log"
+    before = log.stat().st_ino
+    kept = {file.name: file.stat().st_mtime_ns for file in up.state.glob("up.log.*")}
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "kvtier", *up.up_arguments, "--notify-fd", str(writer)]
+
+    late = subprocess.run(
+        command,
+        env=up.environment,
+        pass_fds=(writer,),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    os.close(writer)
+
+    with os.fdopen(reader) as reports:
+        assert reports.read() == ""
+    assert late.returncode == 1 and "already running at" in late.stderr
+    assert log.stat().st_ino == before and "already running" not in log.read_text()
+    assert {file.name: file.stat().st_mtime_ns for file in up.state.glob("up.log.*")} == kept
+
+
+def test_nobody_else_may_enter_the_folder_of_the_sockets_after_a_worker_was_made_anew(up: Shell) -> None:
+    """Ray opens its own folder to all users of the machine each time that it starts a process."""
+
+    def worker_pid() -> int:
+        [worker] = up.json("status")["workers"]
+        return int(worker["pid"]) if worker["health"] == "healthy" else 0
+
+    folder = Path(json.loads((up.state / "deployment.json").read_text())["ray_dir"])
+    first = int(wait_for(worker_pid, "the worker to answer"))
+    psutil.Process(first).kill()
+
+    wait_for(lambda: worker_pid() not in (0, first), "a new worker to answer")
+
+    assert [file.name for file in folder.glob("*.sock")] == ["node-0.sock"]
+    assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
+    log = (up.state / "up.log").read_text()
+    assert "worker-0 died" in log and "(raylet)" not in log, "Ray's own paragraphs aren't for people"
+
+
 def test_requests_go_on_while_the_cache_node_is_dead_and_it_comes_back(up: Shell) -> None:
     before = up.generate(PROMPT)
     log = up.state / "up.log"
@@ -180,6 +228,23 @@ def test_requests_go_on_while_the_cache_node_is_dead_and_it_comes_back(up: Shell
         wait_for(partial(is_noted, deaths), f"notice {deaths} of its death")
         wait_for(partial(is_noted, deaths, "runs again"), f"notice {deaths} of its return")
     wait_for(healthy_pid, "the cache node to answer again")
+
+
+def test_a_worker_of_two_ranks_serves_the_same_tokens_and_finds_its_pages(
+    up: Shell, tmp_path: Path, tiny_llama: Path
+) -> None:
+    alone = up.generate(PROMPT)
+    ranks = Shell(tmp_path, tiny_llama, worker__tensor_parallel=2)
+    ranks(*ranks.up_arguments, "--detach")
+    ranks.remember_session()
+    try:
+        cold, warm = ranks.generate(PROMPT), ranks.generate(PROMPT)
+    finally:
+        ranks("down")
+
+    assert alone["token_ids"] == cold["token_ids"] == warm["token_ids"]
+    assert warm["usage"]["cached_tokens"]["L1"] >= 96 - 16
+    ranks.check_nothing_left()
 
 
 def test_down_leaves_nothing_and_the_next_up_finds_the_pages_on_disk(up: Shell) -> None:
@@ -224,9 +289,13 @@ def test_damage_is_told_by_the_up_that_heals_it_and_what_it_leaves_when_killed_i
     killed.kill()
     wait_for(lambda: not killed.is_running() or killed.status() == psutil.STATUS_ZOMBIE, "its end")
 
-    err = shell("up", "--set=model.path=/nowhere", "--set=grpc.port=0", code=1)
+    assert f"was killed (pid {killed.pid}): `kvtier down`" in shell("status", code=3)
+
+    hasty = "--set=cluster.stalled_after_s=5"
+    err = shell("up", "--set=model.path=/nowhere", "--set=grpc.port=0", hasty, code=1)
 
     assert f"was killed (pid {killed.pid})" in err
+    assert "cluster.stalled_after_s 5 is below 30" in err
     assert err.splitlines()[-1].startswith("kvtier: no model '/nowhere'")
     wait_for(lambda: not shell.processes(), "its processes to end")
     shell.check_nothing_left()
@@ -256,4 +325,18 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(shell: Shell) -> No
         err = shell(*shell.up_arguments, f"--set=grpc.port={port}", "--detach", code=1)
 
     assert f"127.0.0.1:{port}" in err.splitlines()[-1] and "grpc.port=0" in err.splitlines()[-1]
+    shell.check_nothing_left()
+
+
+def test_when_ray_dies_the_log_says_so_and_nothing_is_left(shell: Shell) -> None:
+    """Ray ended a supervisor whose `up --detach` had ended before it could say why, or clean up."""
+    shell(*shell.up_arguments, "--detach")
+    shell.remember_session()
+    [raylet] = [process for process in shell.processes() if process.name() == "raylet"]
+
+    raylet.kill()
+
+    wait_for(lambda: not shell.processes(), "the supervisor to end")
+    last = (shell.state / "up.log").read_text().splitlines()[-1]
+    assert last.startswith("kvtier: Ray died, so everything was stopped; logs are in ")
     shell.check_nothing_left()

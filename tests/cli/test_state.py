@@ -58,11 +58,80 @@ def test_a_killed_supervisor_is_known_to_be_dead_and_its_record_is_still_there(
 
     assert not folder.is_alive()
     assert folder.running() is None
+    dead = folder.killed()
+    assert dead is not None and dead.endpoint == "127.0.0.1:7"
     assert folder.claim()
+    assert folder.killed() is None
     record = folder.read()
     assert record is not None and record.endpoint == "127.0.0.1:7"
     folder.release()
     assert folder.read() is None
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from kvtier.cli.state import Deployment, StateFolder
+from kvtier.cluster.leftovers import stamp_of
+folder = StateFolder(Path(sys.argv[1]))
+assert folder.claim()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+folder.write(Deployment(*stamp_of(os.getpid()), phase="ready"))
+print("held", flush=True)
+signal.sigwait([signal.SIGTERM])
+folder.release(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("left", [[], ["node-1 (10.0.0.2) could not be reached", "node-2 neither"]])
+def test_down_names_what_its_supervisor_could_not_stop(tmp_path: Path, left: list[str]) -> None:
+    """It said that all was stopped, while the parts of a machine that was cut off ran on."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(tmp_path), *left], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    environment = os.environ | {"KVTIER_STATE": str(tmp_path)}
+    command = [sys.executable, "-m", "kvtier", "down"]
+
+    down = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    process.communicate()
+    assert down.returncode == 0, down.stderr
+    assert down.stderr.splitlines()[-1 - len(left) :] == [*left, "stopped"]
+    assert StateFolder(tmp_path).claim()
+    assert StateFolder(tmp_path).left_running() == [], "it is of the deployment before"
+
+
+STOPPING = """
+import subprocess
+from types import SimpleNamespace
+from kvtier.cli.supervisor import Supervisor
+from kvtier.cluster.config import Config
+from kvtier.cluster.leftovers import stamp_of
+nothing = lambda *_: None
+supervisor = Supervisor(Config(), SimpleNamespace(step=nothing, notice=nothing))
+assert supervisor._folder.claim()
+orphan = subprocess.run("sleep 300 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True).stdout
+supervisor._record.processes = [stamp_of(int(orphan))]
+supervisor._stop()
+print(orphan)
+"""
+
+
+def test_a_process_that_has_lost_its_parent_is_ended_too(tmp_path: Path) -> None:
+    """The first step of a stop forgot all that are no descendants any more."""
+    environment = os.environ | {"KVTIER_STATE": str(tmp_path)}
+
+    run = subprocess.run(
+        [sys.executable, "-c", STOPPING], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert not psutil.pid_exists(int(run.stdout)) or is_zombie(int(run.stdout))
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_asking_whether_one_is_alive_never_makes_a_claim_fail(tmp_path: Path) -> None:
@@ -79,6 +148,27 @@ def test_asking_whether_one_is_alive_never_makes_a_claim_fail(tmp_path: Path) ->
     asker.wait()
 
     assert all(claims)
+
+
+def test_the_log_begins_anew_with_each_deployment_and_the_one_before_it_is_kept(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom kvtier.cli.state import StateFolder\n"
+        "folder = StateFolder(Path(sys.argv[1]))\nassert folder.claim()\nprint('before')\nfolder.take_output()\n"
+        "print(sys.argv[2])\nos.system('echo of a child >&2')\n"
+    )
+    heard = [
+        subprocess.run(
+            [sys.executable, "-u", "-c", code, str(tmp_path), name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for name in ("first", "second")
+    ]
+
+    assert [(each.stdout, each.stderr) for each in heard] == [("before\n", "")] * 2
+    assert (tmp_path / "up.log").read_text() == "second\nof a child\n"
+    assert (tmp_path / "up.log.1").read_text() == "first\nof a child\n"
 
 
 def test_a_record_reads_back_as_written_and_only_for_its_owner(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_ray_would_take_the_launcher_file() -> None:
     jsonschema.validate(launcher, schema)
     starts = [*launcher["head_start_ray_commands"], *launcher["worker_start_ray_commands"]]
     assert all("RAY_AUTH_MODE=token" in line for line in starts if "ray start" in line)
+    assert all("RAY_worker_niceness=0" in line for line in starts if "ray start" in line)
 
 
 def test_the_manifest_for_kubernetes_holds_a_config_for_as_many_nodes_as_it_starts(tmp_path: Path) -> None:
@@ -109,7 +110,63 @@ def test_the_manifest_for_kubernetes_holds_a_config_for_as_many_nodes_as_it_star
     assert f"kvtier up /etc/kvtier/{name}" in head["args"][0]
     assert config.tiers.l4.path in [mount["mountPath"] for mount in worker["volumeMounts"]]
     assert by_kind["Service"]["spec"]["ports"][0]["port"] == config.grpc.port
+    [_, pause_s] = worker["lifecycle"]["preStop"]["exec"]["command"]
+    assert 0 < int(pause_s) < workers["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert config.tiers.write == "through", "the pause saves what is written by itself"
     assert config.ray.address == "auto"
+
+
+def test_no_pod_is_left_to_probes_that_plain_ray_does_not_answer() -> None:
+    """KubeRay gives its own to containers that lack one: those ask the dashboard, and it kills pods that fail them."""
+    [cluster] = [
+        manifest
+        for manifest in yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+        if manifest["kind"] == "RayCluster"
+    ]
+    [head] = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    [workers] = cluster["spec"]["workerGroupSpecs"]
+    [worker] = workers["template"]["spec"]["containers"]
+
+    assert head["livenessProbe"]["exec"]["command"] == ["ray", "health-check"]
+    assert head["readinessProbe"]["grpc"]["port"] in [port["containerPort"] for port in head["ports"]]
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert str(worker[probe]["tcpSocket"]["port"]) == workers["rayStartParams"]["node-manager-port"]
+
+
+def test_every_pod_keeps_the_model_on_a_volume_and_may_fetch_one_that_is_not_open_to_all() -> None:
+    [cluster] = [
+        manifest
+        for manifest in yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+        if manifest["kind"] == "RayCluster"
+    ]
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+
+    for group in groups:
+        pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        environment = {each["name"]: each for each in container["env"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        for name in ("HF_HOME", "KVTIER_CACHE"):
+            volume = mounts[str(Path(environment[name]["value"]).parent)]
+            assert volume in [each["name"] for each in pod["volumes"]]
+        assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]
+
+
+def test_the_recipe_of_the_launcher_file_waits_for_all_its_hosts_and_names_what_is_on_them() -> None:
+    text = (FOLDER / "on-prem.yaml").read_text()
+    launcher = yaml.safe_load(text)
+    hosts = [launcher["provider"]["head_ip"], *launcher["provider"]["worker_ips"]]
+    [recipe] = [line for line in text.splitlines() if "kvtier up" in line]
+    venv, config, *options = recipe.removeprefix("#").replace(" up ", " ").split()
+
+    assert any(
+        command.endswith(f"venv {venv.removesuffix('/bin/kvtier')}") for command in launcher["setup_commands"]
+    )
+    assert launcher["file_mounts"]["~/kvtier"] == "." and config == "~/kvtier/cluster/h200.yaml"
+    assert f"--address {hosts[0]}:6379" in recipe and "--port=6379" in str(
+        launcher["head_start_ray_commands"]
+    )
+    assert f"--set nodes.count={len(hosts)}" in recipe and options
 
 
 @pytest.mark.parametrize(
@@ -170,6 +227,8 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("grpc.port=70000", ["grpc.port", "70000", "65535"]),
         ("worker.count=0", ["worker.count", "0"]),
         ("name=a/b", ["name", "'a/b'"]),
+        ("name=..", ["name", "'..'"]),
+        ("name=.hidden", ["name", "'.hidden'"]),
         ("tiers.l5.bytes=1", ["tiers.l5", "no such key"]),
         ("speed=1", ["speed", "no such key"]),
         ("tenants=[]", ["tenants", "at least one"]),
@@ -212,6 +271,13 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("transfer.in_flight_bytes=64KiB", ["transfer.in_flight_bytes", "1048576", "65536"]),
         ("transfer.streams=0", ["transfer.streams", "0"]),
         ("transfer.deadline_ms=0", ["transfer.deadline_ms", "0"]),
+        ("transfer.deadline_ms=.inf", ["transfer.deadline_ms", "finite", "inf"]),
+        ("transfer.deadline_ms=600001", ["transfer.deadline_ms", "600000", "600001"]),
+        ("cache.load_deadline_ms=.inf", ["cache.load_deadline_ms", "finite", "inf"]),
+        ("cache.exponent=.nan", ["cache.exponent", "finite", "nan"]),
+        ("worker.gpus=.inf", ["worker.gpus", "inf"]),
+        ("transfer.host=10.1.0.0/33", ["transfer.host", "10.1.0.0/16", "'10.1.0.0/33'"]),
+        ("transfer.host=10.1.0.7/16", ["transfer.host", "'10.1.0.7/16'", "host bits"]),
         ("transfer.port=70000", ["transfer.port", "70000", "65535"]),
         ("transfer.same_host=never", ["transfer.same_host", "'never'", "off"]),
         ("routing.policy=random", ["routing.policy", "'random'", "round_robin"]),
@@ -331,6 +397,18 @@ def test_a_size_in_plain_bytes_is_itself(nbytes: int) -> None:
 def test_the_configuration_cannot_be_written_to() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().page_tokens = 32
+
+
+@pytest.mark.parametrize(("seconds", "is_hasty"), [("5", True), ("29.5", True), ("30", False), ("60", False)])
+def test_a_stall_shorter_than_a_slow_step_is_named(seconds: str, is_hasty: bool) -> None:
+    caution = load_config(LOCAL, [f"cluster.stalled_after_s={seconds}"]).cluster.caution
+
+    assert (caution is not None) == is_hasty
+    if caution is not None:
+        assert (
+            f"cluster.stalled_after_s {seconds} is below 30" in caution
+            and "worker.max_batch_tokens" in caution
+        )
 
 
 def test_roles_are_gone_through_again_and_again() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.cluster.directory_core import FORGET_S, LEASE_S, MAX_HELD, DirectoryCore, Held
+from kvtier.cluster.directory_core import FORGET_S, LEASE_S, MAX_HELD, DirectoryCore
+from kvtier.cluster.held import Held
 from kvtier.tier.feed import KEY_BYTES, Batch, Change, Source
 from kvtier.tier.page import TierName
 

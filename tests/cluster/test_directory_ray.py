@@ -13,7 +13,8 @@ from node_kit import PAYLOAD_BYTES
 from ray.exceptions import RayError
 from waiting import until
 
-from kvtier.cluster.directory import Directory, Held
+from kvtier.cluster.directory import Directory
+from kvtier.cluster.held import Held
 from kvtier.cluster.node import CacheNodeProcess
 from kvtier.tier.feed import KEY_BYTES, Feed, Source
 from kvtier.tier.page import TierName
@@ -72,17 +73,20 @@ def test_a_killed_directory_is_told_everything_again_in_its_next_life(directory:
         until(lambda: ray.get(directory.lookup.remote(prompt)) == whole, "the pages are known")
         publisher.note(L3, [], [key(3000)])
         numbers.pop()
-        until(lambda: ray.get(directory.lookup.remote(prompt))[0].pages == 2999, "a page is known to be gone")
+        until(
+            lambda: Held(*ray.get(directory.lookup.remote(prompt))[0]).pages == 2999,
+            "a page is known to be gone",
+        )
 
         old = ray.get(directory.info.remote())["pid"]
         psutil.Process(old).kill()
         until(lambda: answered(lambda: directory.lookup.remote(prompt[:80])), "it is told again")
 
-        until(lambda: ray.get(directory.lookup.remote(prompt))[0].pages == 2999, "all of it")
+        until(lambda: Held(*ray.get(directory.lookup.remote(prompt))[0]).pages == 2999, "all of it")
         assert ray.get(directory.info.remote())["pid"] != old
         ray.get(directory.check.remote())
         ray.get(directory.wrong.remote("n0", None, key(11)[:KEY_BYTES]))
-        assert ray.get(directory.lookup.remote(prompt))[0].pages == 10
+        assert Held(*ray.get(directory.lookup.remote(prompt))[0]).pages == 10
         assert ray.get(directory.stats.remote()).entries == 2998
     finally:
         publisher.close()
@@ -159,7 +163,7 @@ def test_a_worker_and_its_node_tell_where_a_prompt_is(
 
 def _known(directory: Any, keys: bytes, pages: int) -> list[Held]:
     """Those who have so many pages, when all that answer have them."""
-    found: list[Held] = ray.get(directory.lookup.remote(keys))
+    found = [Held(*one) for one in ray.get(directory.lookup.remote(keys))]
     return found if all(held.pages == pages for held in found) else []
 
 

@@ -15,8 +15,10 @@ import trustme
 from peer_stub import SECRET, StubNode, exchange, stub
 from waiting import until
 
+from kvtier.cluster import exchange_channels
 from kvtier.cluster.exchange import PageExchangeProcess
 from kvtier.cluster.exchange_wire import TlsFiles
+from kvtier.tier.page import PACKED_ENVELOPE_BYTES
 
 
 class Pair:
@@ -129,12 +131,15 @@ def test_a_fetch_ends_at_its_deadline_and_lets_go(stack: ExitStack, tmp_path: Pa
     until(lambda: not world.away.leases, "the peer's request is released")
 
 
+@pytest.mark.parametrize("at", [None, 0, 40, PACKED_ENVELOPE_BYTES - 1], ids=str)
 @pytest.mark.parametrize("same_host", ["off", "auto"])
-def test_a_damaged_copy_is_dropped_where_it_lies(stack: ExitStack, tmp_path: Path, same_host: str) -> None:
+def test_a_damaged_copy_is_dropped_where_it_lies(
+    stack: ExitStack, tmp_path: Path, same_host: str, at: int | None
+) -> None:
     """By gRPC the first fetch only sees it: the peer is asked to look in the next one, finds it, and is not to blame."""
     world = pair(stack, tmp_path, same_host)
     world.away.put(*range(4))
-    world.away.spoil(2)
+    world.away.spoil(2, at)
 
     for _ in range(1 if same_host == "auto" else 2):
         fetch = world.home.order("away", world.address, range(4))
@@ -207,6 +212,44 @@ def test_where_the_memory_cannot_be_reached_pages_come_by_grpc(stack: ExitStack,
 
     assert world.home.ended(world.home.order("away", world.address, range(1))).failed == []
     assert any("come by gRPC" in note for note in world.here.notes())
+
+
+def test_after_a_peers_cache_restarted_unasked_its_memory_is_reached_again(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """While nothing was fetched: no call failed, so nothing told of it, and the pages came by gRPC for good."""
+    world = pair(stack, tmp_path, "auto")
+    world.away.put(*range(3))
+    assert world.home.ended(world.home.order("away", world.address, range(2))).failed == []
+    assert world.there.stats()["served"] == {}
+
+    world.away.close()
+    until(lambda: world.there.health() is not None, "its exchange notices")
+    back = stack.enter_context(stub(tmp_path, "away"))
+    back.put(*range(3))
+    until(lambda: world.there.health() is None, "its exchange is connected again")
+    fetch = world.home.order("away", world.address, range(3))
+
+    assert world.home.ended(fetch).failed == []
+    assert "exchange:home" in {ref.worker_id for ref in back.workers}
+    assert world.there.stats()["served"] == {}, "nothing came by gRPC"
+
+
+def test_memory_that_was_out_of_reach_is_reached_by_a_later_fetch(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_channels, "ASK_FIRST_S", 0.0)
+    world = pair(stack, tmp_path, "auto")
+    world.away.put(*range(2))
+    path = Path(world.away.path)
+    path.rename(tmp_path / "elsewhere")
+    assert world.home.ended(world.home.order("away", world.address, range(1))).failed == []
+    assert "exchange:home" not in {ref.worker_id for ref in world.away.workers}
+
+    (tmp_path / "elsewhere").rename(path)
+
+    assert world.home.ended(world.home.order("away", world.address, range(2))).failed == []
+    assert "exchange:home" in {ref.worker_id for ref in world.away.workers}
 
 
 def test_another_node_at_the_path_is_not_taken_for_the_peer(stack: ExitStack, tmp_path: Path) -> None:

@@ -54,6 +54,28 @@ def test_a_run_that_does_not_end_shows_in_the_health(tmp_path: Path, monkeypatch
         until(lambda: here.health() is None, "all is well again")
 
 
+def test_a_deciding_thread_that_stands_still_gives_no_pulse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_well = threading.Event()
+
+    def stuck(*_: Any) -> list[Any]:
+        is_well.wait(60.0)
+        return []
+
+    with stub(tmp_path, "home") as home, exchange("home", home.path, same_host="off") as here:
+        assert here.pulse() == 0.0
+        monkeypatch.setattr(exchange_client, "STATS_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(here._fetcher._runs, "handle", stuck)
+        try:
+            here._fetcher.lost(-1)
+            with pytest.raises(TimeoutError):
+                here.pulse()
+        finally:
+            is_well.set()
+        until(lambda: here.health() is None, "all is well again")
+
+
 def test_when_the_deciding_thread_has_a_fault_the_process_ends() -> None:
     program = (
         "import threading\n"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 
 from kvtier.cluster import exchange_channels
-from kvtier.cluster.exchange_channels import MAX_IDLE, Channels
+from kvtier.cluster import exchange_wire as wire
+from kvtier.cluster.exchange_channels import ASK_LAST_S, MAX_IDLE, Channels
 from kvtier.proto import page_transfer_pb2
 
 
@@ -15,13 +17,16 @@ class Channel:
     """A GrpcChannel to nowhere."""
 
     open: ClassVar[list[Channel]] = []
+    asked: ClassVar[int] = 0
+    reply: ClassVar[dict[str, str]] = {}
 
     def __init__(self, name: tuple[str, str], *_: Any) -> None:
         self.name = name
         Channel.open.append(self)
 
     def meet(self, call: Any) -> page_transfer_pb2.MeetReply:
-        return page_transfer_pb2.MeetReply(node_id=self.name[0])
+        Channel.asked += 1
+        return page_transfer_pb2.MeetReply(node_id=self.name[0], **Channel.reply)
 
     def close(self) -> None:
         Channel.open.remove(self)
@@ -30,6 +35,7 @@ class Channel:
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> Channels:
     monkeypatch.setattr(Channel, "open", [])
+    monkeypatch.setattr(Channel, "asked", 0)
     monkeypatch.setattr(exchange_channels, "GrpcChannel", Channel)
     return Channels("home", "exchange:home", "secret", print, uses_memory=False)
 
@@ -73,3 +79,36 @@ def test_of_a_peer_at_another_address_nothing_is_kept_for_the_old_ones(channels:
     channels.done(older, in_use, "keep")
     channels.close()
     assert not Channel.open
+
+
+def test_a_peer_whose_memory_is_out_of_reach_is_asked_again_ever_more_rarely(
+    channels: Channels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this machine, but its cache is away: the answer names no socket."""
+    monkeypatch.setattr(Channel, "reply", {"boot_id": wire.boot_id()})
+    now = 0.0
+    near = Channels("home", "exchange:home", "secret", print, clock=lambda: now)
+    call: Any = None
+    asked = []
+    for now in range(1000):  # a fetch every second
+        before = Channel.asked
+        near.done(("n1", "host:1"), near.open(("n1", "host:1"), call), "keep")
+        asked += [now] * (Channel.asked - before)
+
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert gaps[:7] == [1, 1, 2, 4, 8, 16, 32]
+    assert set(gaps[7:]) == {ASK_LAST_S}
+    near.close()
+    assert not Channel.open
+
+
+def test_a_peer_on_another_machine_is_asked_once(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Channel, "reply", {"boot_id": "another kernel", "socket_path": "/some/sock"})
+    far = Channels("home", "exchange:home", "secret", print, clock=lambda: 1e6)
+    call: Any = None
+
+    for _ in range(3):
+        far.done(("n1", "host:1"), far.open(("n1", "host:1"), call), "keep")
+
+    assert Channel.asked == 1
+    far.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from kvtier.tier.messages import (
     Located,
     Missing,
     Remote,
+    SavePages,
+    Unsaved,
 )
 from kvtier.tier.page import HEADER_BYTES, PageKey, TierName, page_checksum
+from kvtier.tier.peer_record import OPEN_AFTER
 
 PAGES = 12
 
@@ -37,14 +41,17 @@ def stack() -> Iterator[ExitStack]:
 
 
 def ask(
-    reader: Peer, keys: list[PageKey], address: str, name: str = "r"
+    reader: Peer, keys: list[PageKey], address: str, name: str = "r", page_s: float = 0.0
 ) -> tuple[list[HostPage], Missing | None]:
-    """Locate a chain, with the hint that node `away` has all of it; what came, checked, and what didn't."""
+    """Locate a chain, with the hint that node `away` has all of it; what came, checked, and what didn't.
+
+    A page takes `page_s` to compute; 0: it is fetched whatever that takes.
+    """
     chain = Chain(list(keys), [], bytes(len(keys)), node_kit.VARIANT, "", 0, 0, 1, 0, 0, False, SPEC)
     last = len(keys) * PAGE_TOKENS
     remotes = [Remote("away", address, len(keys))]
     reader.client.send(
-        Locate(name, reader.root, reader.tenant, PAGE_TOKENS, 0, last, [chain], 0.0, b"", remotes)
+        Locate(name, reader.root, reader.tenant, PAGE_TOKENS, 0, last, [chain], page_s, b"", remotes)
     )
     located = reader.hear(Located)
     pages, missing = list(located.host), located.missing
@@ -97,6 +104,90 @@ def test_a_hint_brings_the_pages_of_another_node(
     away.check()
     again, _ = ask(reader, keys, there.info()["address"], "again")
     assert {page.came_from for page in again} <= {"L3", "L4"}
+
+
+@pytest.mark.parametrize("same_host", ["off", "auto"])
+@pytest.mark.parametrize("saved", [PAGES, 3, 0])
+def test_pages_that_only_a_worker_there_has_come_once_it_has_saved_them(
+    stack: ExitStack, tmp_path: Path, same_host: str, saved: int
+) -> None:
+    home = stack.enter_context(running(tmp_path / "home", l3_pages=256, node_id="home"))
+    away = stack.enter_context(running(tmp_path / "away", l3_pages=64, node_id="away"))
+    stack.enter_context(exchange("home", str(tmp_path / "home/run/sock"), same_host=same_host))
+    there = stack.enter_context(exchange("away", str(tmp_path / "away/run/sock"), same_host=same_host))
+    writer = stack.enter_context(worker(tmp_path / "away", saves=True))
+    reader = stack.enter_context(worker(tmp_path / "home"))
+    keys = writer.keys(0, PAGES)
+
+    def answer() -> list[bytes]:
+        asked = writer.hear(SavePages).pages
+        writer.store(0, saved)
+        if saved < PAGES:
+            writer.client.send(Unsaved(asked[saved:]))
+        return [key for key, _ in asked]
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answer)
+        pages, missing = ask(reader, keys, there.info()["address"])
+
+    assert asked.result() == keys
+    assert {page.key for page in pages} == set(keys[:saved])
+    assert {page.came_from for page in pages} <= {"remote"}
+    assert (PAGES if missing is None else missing.page) == saved
+    until(away.idle, "the other node holds nothing for it")
+    until(home.idle, "this one neither")
+    away.check()
+
+
+@pytest.mark.parametrize("same_host", ["off", "auto"])
+def test_a_worker_there_that_says_nothing_costs_a_short_wait_and_nobody_is_to_blame(
+    stack: ExitStack, tmp_path: Path, same_host: str
+) -> None:
+    """A busy worker made its node one that is slow: it was left alone, and what it had was computed."""
+    home = stack.enter_context(running(tmp_path / "home", l3_pages=256, node_id="home"))
+    away = stack.enter_context(running(tmp_path / "away", l3_pages=64, node_id="away"))
+    here = stack.enter_context(exchange("home", str(tmp_path / "home/run/sock"), same_host=same_host))
+    there = stack.enter_context(exchange("away", str(tmp_path / "away/run/sock"), same_host=same_host))
+    silent = stack.enter_context(worker(tmp_path / "away", saves=True))
+    reader = stack.enter_context(worker(tmp_path / "home"))
+    address = there.info()["address"]
+
+    for number in range(OPEN_AFTER):
+        keys = silent.keys(10_000 * number, PAGES)
+        pages, missing = ask(reader, keys, address, f"r{number}")
+
+        assert pages == []
+        assert missing is not None and (missing.page, missing.reason) == (0, "unsaved")
+
+    until(away.idle, "nothing is waited for there")
+    until(home.idle, "nor here")
+    away.check()
+    peer = here.stats()["fetched"]["away"]
+    assert peer["breaker"] == "closed" and peer["failures"] == {"unsaved": OPEN_AFTER}
+    assert not [note for note in home.notes() if "don't come" in note]
+    # Had the waits been taken for its latency, it would be too far away for pages that are computed so quickly.
+    keys = silent.store(50_000, PAGES)
+    pages, missing = ask(reader, keys, address, "again", page_s=0.01)
+    assert missing is None and {page.came_from for page in pages} == {"remote"}
+
+
+def test_what_comes_of_a_worker_that_is_busy_then_stands(stack: ExitStack, tmp_path: Path) -> None:
+    home = stack.enter_context(running(tmp_path / "home", l3_pages=256, node_id="home"))
+    away = stack.enter_context(running(tmp_path / "away", l3_pages=64, node_id="away"))
+    here = stack.enter_context(exchange("home", str(tmp_path / "home/run/sock")))
+    there = stack.enter_context(exchange("away", str(tmp_path / "away/run/sock")))
+    silent = stack.enter_context(worker(tmp_path / "away", saves=True))
+    reader = stack.enter_context(worker(tmp_path / "home"))
+    keys = silent.keys(0, PAGES)
+    silent.store(0, 3)
+
+    pages, missing = ask(reader, keys, there.info()["address"])
+
+    assert {page.key for page in pages} == set(keys[:3])
+    assert missing is not None and (missing.page, missing.reason) == (3, "unsaved")
+    until(away.idle, "nothing is waited for there")
+    until(home.idle, "nor here")
+    assert here.stats()["fetched"]["away"]["breaker"] == "closed"
 
 
 def test_a_wrong_hint_costs_one_miss(stack: ExitStack, tmp_path: Path) -> None:
@@ -162,8 +253,10 @@ def test_a_peers_node_killed_in_the_middle_costs_its_pages_only(stack: ExitStack
 
 
 @contextmanager
-def worker(folder: Path, incarnation: str = "1", tenant: str = "ada") -> Iterator[Peer]:
-    peer = Peer(folder, incarnation=incarnation, tenant=tenant)
+def worker(
+    folder: Path, incarnation: str = "1", tenant: str = "ada", *, saves: bool = False
+) -> Iterator[Peer]:
+    peer = Peer(folder, incarnation=incarnation, tenant=tenant, saves=saves)
     try:
         yield peer
     finally:

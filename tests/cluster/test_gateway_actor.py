@@ -14,9 +14,11 @@ from ray.exceptions import RayActorError
 from kvtier.cluster import gateway
 from kvtier.cluster.config import GrpcConfig
 from kvtier.cluster.gateway import GatewayActor, RayWorker
+from kvtier.cluster.gateway_holders import Addresses
 from kvtier.cluster.gateway_server import GatewayError
 from kvtier.cluster.life import Kind, Lost, Member
 from kvtier.cluster.watch import Part, Watch
+from kvtier.proto import inference_pb2
 from kvtier.workers.api import WorkerInfo
 
 
@@ -44,7 +46,7 @@ def saying(answer: object) -> Any:
 def actor(tmp_path: Any) -> GatewayActor:
     """A gateway that serves, as far as exchanges are concerned."""
     made = GatewayActor(str(tmp_path), "echo", GrpcConfig(port=0), (), 4, workers=8)
-    made._core = SimpleNamespace(addresses={})  # type: ignore[assignment]
+    made._core = SimpleNamespace(addresses=Addresses())  # type: ignore[assignment]
     made._endpoint = "here"
     return made
 
@@ -62,32 +64,45 @@ def test_an_exchange_that_cannot_be_attached_is_an_error_so_that_it_is_tried_aga
             await actor._attach_if_living(handle(info=method))  # at the start the others don't wait for it
 
     asyncio.run(story())
-    assert actor._core.addresses == {"node-1": "host:7"}
+    assert actor._core.addresses.of("node-1") == "host:7"
 
 
 def test_nobody_is_told_of_an_exchange_that_is_lost(actor: GatewayActor) -> None:
-    actor._core.addresses.update({"node-0": "host:6", "node-1": "host:7"})
+    for node_id, address in (("node-0", "host:6"), ("node-1", "host:7")):
+        actor._core.addresses.attach(node_id, address)
     asyncio.run(actor.detach_exchange("node-1"))
     asyncio.run(actor.detach_exchange("node-1"))
 
-    assert actor._core.addresses == {"node-0": "host:6"}
+    assert [actor._core.addresses.of(node_id) for node_id in ("node-0", "node-1")] == ["host:6", ""]
 
 
 def test_the_supervisor_tells_the_gateway_of_a_lost_exchange_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    gateway_handle = SimpleNamespace(detach_exchange=SimpleNamespace(remote=told.append))
+    ask = SimpleNamespace(remote=lambda *_: None)
+    gateway_handle = SimpleNamespace(
+        detach_exchange=SimpleNamespace(remote=told.append), pulse=ask, health=ask, hear_states=ask
+    )
     members = [
         Member("gateway", Kind.GATEWAY),
         *(Member(f"exchange of node-{n}", Kind.EXCHANGE, f"node-{n}") for n in range(2)),
         Member("cache node node-1", Kind.NODE, "node-1"),
     ]
-    parts = [Part(one, lambda: None, False, gateway_handle, (1, one.name)) for one in members]
-    watch = Watch(parts)
+    parts = [Part(one, lambda: None, lambda: False, gateway_handle, (1, one.name)) for one in members]
+    watch = Watch(parts, 60.0)
     lost = {"exchange of node-1", "cache node node-1"}
     monkeypatch.setattr(watch, "_seen", lambda part: [Lost(part.name, "")] if part.name in lost else [])
 
     assert "exchange of node-1 died" in watch.look(1.0)
     assert told == ["node-1"]
+
+
+def test_a_node_that_answers_nothing_is_not_waited_for(
+    actor: GatewayActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "CONNECT_S", 0.05)
+
+    with pytest.raises(GatewayError, match="the node to attach does not answer"):
+        asyncio.run(actor.attach_node(handle(info=silent)))
 
 
 def test_a_worker_that_says_nothing_at_the_start_is_left_out_and_one_is_enough(
@@ -105,6 +120,23 @@ def test_a_worker_that_says_nothing_at_the_start_is_left_out_and_one_is_enough(
             await gateway._living([mute, gone])
 
     asyncio.run(story())
+
+
+def test_watchers_of_the_status_share_an_answer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[GatewayActor] = []
+
+    async def ask(actor: GatewayActor) -> inference_pb2.StatusReply:
+        asked.append(actor)
+        return inference_pb2.StatusReply(endpoint="here")
+
+    monkeypatch.setattr(GatewayActor, "_asked_status", ask)
+    made = GatewayActor(str(tmp_path), "echo", GrpcConfig(port=0), (), 4)
+
+    async def story() -> list[inference_pb2.StatusReply]:
+        return await asyncio.gather(*(made.status() for _ in range(8)))
+
+    assert [reply.endpoint for reply in asyncio.run(story())] == ["here"] * 8
+    assert len(asked) == 1
 
 
 def test_room_for_calls_is_that_of_all_workers_there_may_be(

@@ -198,6 +198,33 @@ def test_a_worker_that_is_not_fit_is_not_attached(info: WorkerInfo, wrong: str |
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("question", ["info", "health", "connect_gateway"])
+def test_a_worker_that_answers_nothing_is_not_waited_for(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far it came: the next try finds the way free."""
+    monkeypatch.setattr(gateway_attach, "CONNECT_S", 0.1)
+
+    async def story() -> None:
+        async with connected() as gateway:
+            new = Echo(echo_info("w2"))
+            gateway.echoes.append(new)
+            port = Port(new)
+
+            async def hang(*_: object) -> None:
+                await asyncio.Event().wait()
+
+            setattr(port, question, hang)
+            with pytest.raises(GatewayError, match=r"does not answer within 0\.1 s"):
+                await gateway.attachments.attach(port)  # type: ignore[arg-type]
+            assert "w2" not in gateway.core.workers
+
+            monkeypatch.setattr(gateway_attach, "CONNECT_S", 20.0)
+            assert await gateway.attachments.attach(Port(new)) == "w2"  # type: ignore[arg-type]
+
+    asyncio.run(story())
+
+
 def test_a_worker_that_is_taken_out_is_not_looked_for() -> None:
     async def story() -> None:
         async with connected() as gateway:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 from kvtier.cluster import gateway_cache
-from kvtier.cluster.gateway_cache import merged_outcome
+from kvtier.cluster.gateway_outcomes import merged_outcome
 from kvtier.cluster.gateway_ports import OwnerDown
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.tier.base import Outcome
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.page import TierName
+from kvtier.tier.stats import Snapshot
 
 A, B, C = "aa11" + "0" * 60, "aa22" + "0" * 60, "bb33" + "0" * 60
 MISSING = "cc44" + "0" * 60
@@ -121,6 +122,36 @@ def test_counters_go_on_where_a_restarted_node_left_them(served: Served, client:
         assert after["tiers"]["L1"]["capacity_bytes"] == before["tiers"]["L1"]["capacity_bytes"]
 
 
+def test_calls_that_wait_for_counters_are_answered_together(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    stats = served.workers[0].stats
+
+    async def slow() -> Snapshot:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.05)
+        return await stats()
+
+    async def all_at_once() -> list[int]:
+        calls = [asyncio.ensure_future(served.cache.stats()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # they are being answered: who comes now is told of what is counted after that
+        served.workers[0].counters = counted(3)
+        calls += [asyncio.ensure_future(served.cache.stats()) for _ in range(3)]
+        calls[4].cancel()
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        return [0 if isinstance(one, BaseException) else one.requests for one in done]
+
+    monkeypatch.setattr(served.workers[0], "stats", slow)
+
+    requests = served.call(all_at_once)
+
+    assert requests[3:] == [5, 0, 5] and set(requests[:3]) <= {4, 5}
+    assert asked == 2
+
+
 async def silence(*_: object) -> None:
     """An answer that never comes."""
     await asyncio.Event().wait()
@@ -131,7 +162,8 @@ def test_an_owner_that_does_not_answer_is_named_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(gateway_cache, "ASK_S", 0.2)
     monkeypatch.setattr(gateway_cache, "WORK_S", 0.2)
-    for verb in ("stats", "pages", "pin", "unpin", "evict", "clear", "verify"):
+    questions = ("stats", "pages", "pages_of", "held", "keys_with")
+    for verb in (*questions, "pin", "unpin", "evict", "evict_all", "clear", "verify", "verify_all"):
         monkeypatch.setattr(served.cache.nodes[0].port, verb, silence)
     monkeypatch.setattr(served.workers[0], "explain", silence)
 
@@ -139,6 +171,7 @@ def test_an_owner_that_does_not_answer_is_named_and_not_waited_for(
         (client.stats, "n0"),
         (client.pages_ls, "n0"),
         (lambda: client.pages_show(A), "n0"),
+        (lambda: client.pages_show(A[:8]), "n0"),
         (lambda: client.pages_pin([A]), "n0"),
         (lambda: client.pages_evict(tier="L3"), "n0"),
         (client.pages_clear, "n0"),
@@ -281,6 +314,15 @@ def test_explain_asks_the_others_where_a_worker_cannot_be_reached() -> None:
         with pytest.raises(ClientError, match="w0 can't be reached now") as refused:
             client.explain("nobody's")
         assert refused.value.status == "UNAVAILABLE"
+
+
+def test_explain_asks_only_those_who_had_the_request() -> None:
+    with serving(workers=3) as served, connect(served.endpoint) as client:
+        completion(client.generate([1, 2], max_tokens=2, request_id="mine", worker="w1"))
+        for worker in (served.workers[0], served.workers[2]):
+            worker.explain = silence  # type: ignore[assignment, method-assign]
+
+        assert client.explain("mine")["worker"] == "w1"
 
 
 def test_explain_tells_what_the_worker_remembers(client: Client) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvtier.cli.client import completion, connect
 from kvtier.cluster import gateway_holders
-from kvtier.cluster.gateway_holders import FAILURES, KEY_BYTES, MOST_PAUSE_S, Breaker, Holders
+from kvtier.cluster.gateway_holders import FAILURES, KEY_BYTES, MOST_PAUSE_S, Addresses, Breaker, Holders
 from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.routing import Held
+from kvtier.cluster.held import Held
 from kvtier.tier.identity import page_keys, root_key, tenant_salt
 from kvtier.workers.api import EngineRequest, WorkerInfo
 
@@ -139,6 +139,70 @@ def test_a_directory_that_does_not_answer_costs_hints_and_then_nothing(
     assert "answers again" in caplog.text
 
 
+def test_an_exchange_that_was_dropped_while_the_directory_was_asked_is_not_told_of() -> None:
+    """The answer of a directory that had an exchange's address brought it back after the exchange had died."""
+    served: Served
+
+    async def answer() -> Sequence[Held]:
+        served.core.addresses.drop("n1")
+        return [HINT]
+
+    with serving(workers=2, directory=Directory(answer)) as served, connect(served.endpoint) as client:
+        served.call(served.core.addresses.attach, "n1", HINT.address)
+        completion(client.generate(list(range(11)), max_tokens=1))
+        [request] = submitted(served)
+
+        assert request.remotes == ()
+        assert served.call(served.core.addresses.of, "n1") == ""
+
+
+NODES = st.sampled_from(["n0", "n1"])
+PLACES = st.sampled_from(["here:1", "there:2", ""])
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("attach"), NODES, st.sampled_from(["here:1", "there:2"])),
+            st.tuples(st.just("drop"), NODES, st.just("")),
+            st.tuples(st.just("hear"), NODES, PLACES),
+        )
+    )
+)
+def test_only_an_exchange_itself_takes_the_place_of_one_that_was_dropped(
+    story: list[tuple[str, str, str]],
+) -> None:
+    addresses = Addresses()
+    # The latest attach or drop, or the latest hint before the first of those.
+    told: dict[str, tuple[str, str]] = {}
+    for what, node_id, address in story:
+        if what == "attach":
+            addresses.attach(node_id, address)
+            told[node_id] = what, address
+        elif what == "drop":
+            addresses.drop(node_id)
+            told[node_id] = what, ""
+        else:
+            [held] = addresses.hear([HINT._replace(node_id=node_id, address=address)])
+            if address and told.get(node_id, ("hear", ""))[0] == "hear":
+                told[node_id] = what, address
+            assert held.address == (told.get(node_id, ("", ""))[1] if address else "")
+        assert addresses.of(node_id) == told.get(node_id, ("", ""))[1]
+
+
+def test_however_many_are_under_way_when_it_fails_the_pause_is_the_first_one() -> None:
+    """A hundred lookups that a directory let wait for 40 ms were a hundred failures in a row: no hints for 30 s."""
+    breaker = Breaker()
+    told = [breaker.failed(0.0, 0.04 + number / 1e6) for number in range(100)]
+
+    assert told.count(True) == 1
+    assert not breaker.may_ask(1.0)
+    assert breaker.may_ask(0.05 + gateway_holders.PAUSE_S)
+    assert not breaker.failed(0.05 + gateway_holders.PAUSE_S, 1.1)
+    assert not breaker.may_ask(1.1 + 1.9 * gateway_holders.PAUSE_S)
+    assert breaker.may_ask(1.1 + 2 * gateway_holders.PAUSE_S)
+
+
 @given(answers=st.lists(st.tuples(st.booleans(), st.floats(0.0, 40.0)), max_size=60))
 def test_one_that_fails_is_tried_ever_more_seldom_but_never_given_up(
     answers: list[tuple[bool, float]],
@@ -156,4 +220,4 @@ def test_one_that_fails_is_tried_ever_more_seldom_but_never_given_up(
             failures = 0
         else:
             failures += 1
-            assert breaker.failed(now) == (failures == FAILURES)
+            assert breaker.failed(now, now) == (failures == FAILURES)

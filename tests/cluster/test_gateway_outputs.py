@@ -15,9 +15,10 @@ from waiting import eventually
 
 from kvtier.cluster import gateway_outputs
 from kvtier.cluster.gateway_outputs import OutputReceiver
+from kvtier.workers import outputs
 from kvtier.workers.actor import Outbox
 from kvtier.workers.api import FinishReason, Output, Timings, TokenLogprobs, Usage
-from kvtier.workers.outputs import FrameReader, OutputSender, pack_frame
+from kvtier.workers.outputs import FrameReader, OutputSender, pack_frame, unpack_outputs
 
 WHOLE = Output(
     request_id="r",
@@ -302,6 +303,78 @@ def test_sending_to_a_gateway_that_is_gone_raises() -> None:
         return False
 
     assert eventually(send_fails)
+
+
+def _full(sender: OutputSender, large: Output) -> int:
+    """Outputs sent until the connection takes no more of them."""
+    for number in range(1, 1000):
+        sender.send([large])
+        if sender._unsent:
+            return number
+    raise AssertionError("the connection takes everything")
+
+
+LARGE = Output("r", 0, tuple(range(70_000, 170_000)))
+
+
+def test_a_gateway_that_stands_still_holds_no_step_loop_up_and_gets_all_when_it_goes_on() -> None:
+    theirs, ours = socket.socketpair()
+    with theirs, closing(OutputSender(ours)) as sender:
+        sent = _full(sender, LARGE) + 3
+        for _ in range(3):
+            sender.send([LARGE])  # would wait for the reader below, which comes after it
+
+        reader = FrameReader()
+        frames: list[bytes] = []
+        theirs.setblocking(False)
+        while sender._unsent or len(frames) < sent + 1:
+            try:
+                frames += reader.feed(theirs.recv(1 << 20))
+            except BlockingIOError:
+                sender.send([])  # as its loop's next turn does
+        found = [unpack_outputs(frame) for frame in frames]
+
+    assert [one for one in found if one] == [[LARGE]] * sent
+
+
+def test_a_gateway_that_takes_nothing_for_long_is_taken_to_be_gone() -> None:
+    now = 0.0
+    theirs, ours = socket.socketpair()
+    with theirs, closing(OutputSender(ours, lambda: now)) as sender:
+        _full(sender, LARGE)
+        now = outputs.UNSENT_S - 1
+        sender.send([])
+        theirs.recv(1 << 20)
+        sender.send([])
+        now += outputs.UNSENT_S - 1
+        sender.send([])
+        now += 1
+        with pytest.raises(OSError, match="taken nothing for 30 s"):
+            sender.send([])
+
+
+def test_a_connection_whose_other_end_takes_nothing_ends_though_nothing_more_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does when the gateway's machine is gone: keep-alive alone waits for as long as bytes are on their way."""
+    monkeypatch.setattr(outputs, "UNSENT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = OutputSender.connect(f"127.0.0.1:{server.getsockname()[1]}", b"secret", "w0")
+        theirs, _ = server.accept()
+        with theirs, closing(sender):
+            _full(sender, LARGE)
+            watch = threading.Thread(target=sender.wait_closed, daemon=True)
+            watch.start()
+            watch.join(60)
+            assert not watch.is_alive()
+
+
+def test_what_is_kept_for_a_gateway_that_takes_nothing_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "MAX_UNSENT_BYTES", 2**20)
+    theirs, ours = socket.socketpair()
+    with theirs, closing(OutputSender(ours)) as sender, pytest.raises(OSError, match="at most 1048576"):
+        for _ in range(1000):
+            sender.send([LARGE])
 
 
 @settings(deadline=None)

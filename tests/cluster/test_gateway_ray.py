@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
+import psutil
 import pytest
 import ray
 from gateway_kit import EchoWorker, echo_info, folder_digest, make_byte_tokenizer
@@ -19,11 +22,15 @@ from kvtier.cli.client import ClientError, completion, connect
 from kvtier.cluster.config import GrpcConfig, TenantConfig
 from kvtier.cluster.gateway import Gateway, GatewayActor, check_agreement
 from kvtier.cluster.gateway_server import GatewayError
-from kvtier.cluster.routing import Held
+from kvtier.cluster.held import Held
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.workers.api import EngineRequest, Output
+from kvtier.tier.score import PolicySettings
+from kvtier.workers.actor import CALLS_AT_ONCE, DecodeWorkerActor
+from kvtier.workers.api import EngineRequest, Output, SamplingParams
 from kvtier.workers.model_text import Text
 from kvtier.workers.outputs import OutputSender
+from kvtier.workers.pulse import TURN_S
+from kvtier.workers.scheduler import PREEMPTION
 
 TENANTS = (TenantConfig(name="default"),)
 Role = Literal["both", "prefill", "decode"]
@@ -36,6 +43,7 @@ class EchoActor:
         info = replace(echo_info(worker_id, digest, role=role), pid=os.getpid())
         self._worker = EchoWorker(info, is_manual=is_endless)
         self._sender: OutputSender | None = None
+        self._beating: asyncio.Future[None]  # tells that it turns, as a step loop does
 
     async def info(self) -> Any:
         return self._worker.info
@@ -43,6 +51,12 @@ class EchoActor:
     async def connect_gateway(self, address: str, secret: bytes) -> None:
         self._sender = OutputSender.connect(address, secret, self._worker.info.worker_id)
         self._worker.sink = self._send
+        self._beating = asyncio.ensure_future(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            self._send("", [])
+            await asyncio.sleep(TURN_S)
 
     def _send(self, worker_id: str, outputs: list[Output]) -> None:
         assert self._sender is not None
@@ -225,6 +239,80 @@ def test_a_killed_workers_request_goes_on_at_another_and_it_comes_back(cluster: 
         assert {w["id"] for w in client.status()["workers"]} == {"w0", "w2"}
         assert completion(client.generate("ab", max_tokens=4, worker="w2"))["text"] == "abab"
     ray.get(gateway.stop.remote(1.0), timeout=30)
+
+
+def test_nobody_waits_for_a_worker_whose_process_stands_still(cluster: None, folder: Path) -> None:
+    gateway = Gateway.remote(str(folder), "echo", GrpcConfig(port=0), TENANTS, 64)
+    hung, other = _echo("w0", folder, is_endless=True), _echo("w1", folder)
+    endpoint = ray.get(gateway.start.remote([hung, other], [_node()]), timeout=60)
+
+    with connect(endpoint) as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(**options: Any) -> dict[str, Any] | str:
+            try:
+                return completion(client.generate("abcd", **options))
+            except ClientError as error:
+                return error.status
+
+        def health() -> list[str]:
+            return [worker["health"] for worker in client.status()["workers"]]
+
+        running = client.generate("abcd", max_tokens=60, worker="w0", timeout_s=300)
+        text = next(iter(running)).text
+        process = psutil.Process(client.status()["workers"][0]["pid"])
+        process.suspend()
+        try:
+            # Before anybody knows: what it is sent ends by its deadline, and others are served meanwhile.
+            late = [pool.submit(ask, worker="w0", timeout_s=3.0) for _ in range(8)]
+            while not all(call.done() for call in late):
+                assert ask(max_tokens=4, worker="w1", timeout_s=60)["text"] == "abcd"  # type: ignore[index]
+            assert [call.result() for call in late] == ["DEADLINE_EXCEEDED"] * 8
+
+            until(lambda: health() == ["stalled", "healthy"], "it is seen to stand still", 120)
+            assert {ask(max_tokens=4, timeout_s=60)["worker"] for _ in range(4)} == {"w1"}  # type: ignore[index]
+        finally:
+            process.resume()
+        until(lambda: health() == ["healthy", "healthy"], "it is heard of again", 120)
+        until(lambda: len(ray.get(hung.running.remote())) == 1, "what came too late is called off", 120)
+
+        # What it ran when it stood still is killed with it, and goes on elsewhere.
+        process.suspend()
+        process.kill()
+        assert text + "".join(chunk.text for chunk in running) == 15 * "abcd"
+    ray.get(gateway.stop.remote(1.0), timeout=30)
+
+
+def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_stands_still(
+    cluster: None, tiny_llama: Path
+) -> None:
+    def stand_still(actor: Any) -> None:
+        actor._runner.forward = lambda batch: threading.Event().wait()
+
+    worker = DecodeWorkerActor.remote(
+        worker_id="w0",
+        node_id="n0",
+        socket_path=None,
+        model_path=str(tiny_llama),
+        tenants={"default": ""},
+        policy=PolicySettings(),
+        write="through",
+        shares={},
+        preemption=PREEMPTION,
+        dtype="float32",
+        page_tokens=16,
+        l1_bytes=1 << 20,
+        max_context=1024,
+    )
+    assert ray.get(worker.pulse.remote(), timeout=300) < 60.0  # loading the model is no standing still
+
+    ray.get(worker.__ray_call__.remote(stand_still), timeout=60)
+    sampling = SamplingParams(max_tokens=4)
+    ray.get(worker.submit.remote(EngineRequest("r", "default", tuple(range(40)), sampling)), timeout=60)
+    waiting = [worker.stats.remote() for _ in range(2 * CALLS_AT_ONCE)]
+
+    until(lambda: ray.get(worker.pulse.remote(), timeout=60) > 3 * TURN_S, "its pulse is missed", 120)
+    assert not ray.wait(waiting, timeout=0)[0]
+    ray.kill(worker)
 
 
 def test_a_new_gateway_takes_the_old_ones_port_and_workers(cluster: None, folder: Path) -> None:

@@ -2,72 +2,55 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from deployment_kit import Shell, wait_for
+from deployment_kit import DEADLINE_S, Shell, wait_for
+from ray_cluster_kit import head, joined_environment
 
-from kvtier.cluster.leftovers import remove
+from kvtier.cluster.environment import prepare
 
 PROMPT = [(13 * i + 1) % 500 for i in range(40)]
-OBJECT_STORE_BYTES = 80 * 2**20
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Shell:
-    shell = Shell(tmp_path_factory.mktemp("joined"), tiny_llama, worker__count=2)
-    shell.environment |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
+def of_ray() -> dict[str, str]:
+    """What the cluster is started with, its token among it."""
+    return joined_environment()
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, of_ray: dict[str, str]) -> Shell:
+    """Of a person who logs in on that machine: they have the token in its file, and nothing of it in the environment."""
+    folder = tmp_path_factory.mktemp("joined")
+    token = folder / "home" / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.write_text(of_ray["RAY_AUTH_TOKEN"])
+    shell = Shell(folder, tiny_llama, worker__count=2)
+    for name in [name for name in shell.environment if name.startswith("RAY_")]:
+        del shell.environment[name]
+    shell.environment["HOME"] = str(folder / "home")
     return shell
 
 
 @pytest.fixture(scope="module")
-def address(shell: Shell) -> Iterator[str]:
+def address(shell: Shell, of_ray: dict[str, str]) -> Iterator[str]:
     """Of the head of a cluster of one machine, as `ray start` makes it."""
-    folder = tempfile.mkdtemp(prefix="kvtier-test-", dir="/tmp")  # short: Ray's sockets lie there
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
-    options = ["--num-cpus=4", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"]
     environment = {name: value for name, value in shell.environment.items() if name != "KVTIER_STATE"}
-    process = subprocess.Popen(
-        [*command, "--include-dashboard=false", *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    said = []
-    found = None
-    for line in process.stdout:
-        said.append(line)
-        found = found or re.search(r"ray start --address='([^']+)'", line)
-        if "block forever" in line:
-            break
-    assert found, "".join(said)
-    yield found[1]
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for one in family:
-        one.kill()
-    process.communicate()
-    psutil.wait_procs(family[1:], timeout=10)
-    remove(Path(folder))
+    with head(environment | of_ray, 4) as address:
+        yield address
 
 
 def test_it_serves_there_and_leaves_nothing_of_itself(shell: Shell, address: str) -> None:
-    shell(*shell.up_arguments, "--address", address, "--detach")
+    shell.environment["RAY_ADDRESS"] = address  # else `auto` might find the cluster of another test
+    starting = shell.start(*shell.up_arguments, "--address", "auto", "--detach")
+    _, said = starting.communicate(timeout=DEADLINE_S)
+    assert starting.returncode == 0, said
+    assert f"found the Ray cluster at {address}" in said
     status = shell.json("status")
     first = shell.generate(PROMPT, "--worker", "worker-0")
     second = shell.generate(PROMPT, "--worker", "worker-1")
@@ -89,6 +72,19 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_cluster_that_is_not_there_is_told_in_one_line(shell: Shell) -> None:
-    err = shell(*shell.up_arguments, "--address", "127.0.0.1:1", code=1)
+    """Before the model is looked for, which may take long to fetch."""
+    err = shell("up", "--set=model.path=/nowhere", "--set=grpc.port=0", "--address", "127.0.0.1:1", code=1)
 
     assert "ray.address 127.0.0.1:1" in err.splitlines()[-1]
+
+
+def test_a_token_is_shown_only_where_there_is_one(tmp_path: Path) -> None:
+    def prepared(**environment: str) -> dict[str, str]:
+        made = {"HOME": str(tmp_path / "home"), **environment}
+        prepare(made, is_ours=False)
+        return made
+
+    assert "RAY_AUTH_MODE" not in prepared()
+    assert prepared(RAY_AUTH_TOKEN="a" * 64)["RAY_AUTH_MODE"] == "token"
+    assert prepared(RAY_AUTH_TOKEN_PATH="/some/file")["RAY_AUTH_MODE"] == "token"
+    assert prepared(RAY_AUTH_TOKEN="a" * 64, RAY_AUTH_MODE="disabled")["RAY_AUTH_MODE"] == "disabled"

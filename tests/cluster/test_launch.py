@@ -9,10 +9,8 @@ from tiny_models import make_tiny_deepseek_v3, make_tiny_gemma3, make_tiny_llama
 
 from kvtier.cluster.config import Config, load_config
 from kvtier.cluster.launch import Launched, LaunchError
-from kvtier.cluster.node import l4_folder
 from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
 from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.tier.ssd_layout import LAYOUT_FILE
 
 
 def configured(*overrides: str) -> Config:
@@ -99,15 +97,3 @@ def test_formats_that_a_model_can_have_are_not_refused(llama: Path, tmp_path: Pa
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(llama: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         stored_pages(llama / "nowhere", configured())
-
-
-def test_each_node_keeps_its_pages_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    assert l4_folder(tmp_path, "node-0") == tmp_path / "node-0"
-    assert l4_folder(tmp_path, "node-1") == tmp_path / "node-1"
-
-
-def test_pages_of_a_time_without_such_folders_stay_those_of_the_first_node(tmp_path: Path) -> None:
-    (tmp_path / LAYOUT_FILE).write_text("")
-
-    assert l4_folder(tmp_path, "node-0") == tmp_path
-    assert l4_folder(tmp_path, "node-1") == tmp_path / "node-1"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cluster.life import (
+    ABSENT_S,
     GIVE_UP,
     LONGEST_WAIT_S,
     Answered,
@@ -20,6 +21,7 @@ from kvtier.cluster.life import (
     Lost,
     Make,
     Member,
+    Postponed,
     Say,
     Tell,
     Told,
@@ -115,7 +117,7 @@ def test_a_gateway_is_made_anew_and_started_with_the_workers_that_live() -> None
     life.handle(Answered("gateway", "2"), 2.0)
     [start] = life.due(2.0)
     others = [f"{what} node-{number}" for what in ("cache node", "exchange of") for number in range(2)]
-    living = tuple((name, "1") for name in ["worker-1", *others])
+    living = (*((name, "1") for name in ["worker-1", *others]), ("directory", "handle 0"))
     assert start == Tell(Wire.START, "gateway", ("2",), living)
     assert life.handle(Told(start), 2.0) == []
 
@@ -262,6 +264,73 @@ def test_what_came_back_well_is_made_at_once_when_it_dies_again() -> None:
     assert life.due(now) == [Make("worker-0")]
 
 
+def test_a_directory_that_ray_starts_again_is_told_to_nobody() -> None:
+    """It has the same handle, and asks for all that it must know."""
+    life = begun()
+
+    assert life.handle(Lost("directory", ""), 1.0) == [Say("directory died")]
+    assert life.due(1.0) == []
+    assert life.handle(Answered("directory", "2"), 2.0) == [Say("directory runs again")]
+    assert life.due(2.0) == []
+
+
+def test_a_directory_that_ray_gives_up_is_made_anew_and_everybody_is_told_of_the_new_one() -> None:
+    life = begun()
+    life.handle(Lost("directory", "", is_over=True), 1.0)
+
+    [make, *tells] = life.due(1.0)
+
+    assert make == Make("directory")
+    wires = [(tell.wire, tell.part) for tell in tells if isinstance(tell, Tell)]
+    names = [*WORKERS, "cache node node-0", "cache node node-1"]
+    assert wires == [(Wire.ATTACH, "directory"), *((Wire.ANNOUNCE, name) for name in names)]
+
+
+def test_what_has_no_machine_is_tried_again_and_again_and_gives_up_nothing() -> None:
+    life, said = begun(), []
+    life.handle(Lost("worker-0", "", is_over=True), 0.0)
+    life.handle(Lost("worker-1", "", is_over=True), 0.0)
+    makes = 0
+    for second in range(300):
+        for command in life.due(float(second)):
+            if isinstance(command, Make):
+                makes += 1
+                said += life.handle(Postponed(command.part, "no machine has room"), float(second))
+
+    assert makes == 2 * 300
+    assert said == [Say(f"worker-{number} waits: no machine has room") for number in range(2)]
+    assert life.hopeless() == ""
+    life.due(300.0)
+    assert life.handle(Answered("worker-0", "2"), 301.0) == [Say("worker-0 runs again")]
+
+
+def test_a_part_whose_constructor_hangs_is_made_anew_and_hopeless_in_the_end() -> None:
+    """No call to it is ever answered and no process dies: it was waited for without end."""
+    life, now = begun(), 0.0
+    life.handle(Lost("gateway", "", is_over=True), now)
+    assert life.due(now) == [Make("gateway")]
+
+    for _ in range(GIVE_UP - 1):
+        assert life.due(now + ABSENT_S - 1) == [] and not life.hopeless()
+        now += ABSENT_S
+        assert Say("gateway answers nothing for 300 s, and is made anew") in life.due(now)
+        now += LONGEST_WAIT_S
+        assert life.due(now) == [Make("gateway")]
+    assert life.hopeless() == "the gateway can't be started again: it answers nothing for 300 s"
+
+
+def test_what_can_not_be_reached_is_made_anew_after_a_while_unless_it_answers() -> None:
+    life = begun()
+    life.handle(Lost("worker-0", "", is_dead=False), 0.0)
+    life.handle(Lost("worker-1", "", is_dead=False), 0.0)
+    life.handle(Answered("worker-1", "1"), 1.0)
+
+    assert life.due(ABSENT_S - 1) == []
+    commands = life.due(ABSENT_S)
+
+    assert commands == [Say("worker-0 answers nothing for 300 s, and is made anew"), Make("worker-0")]
+
+
 @dataclass
 class World:
     """Processes as they are, and what each has been told, by the incarnations that it was about."""
@@ -269,6 +338,8 @@ class World:
     alive: dict[str, str] = field(default_factory=lambda: {member.name: "1" for member in MEMBERS})
     started: tuple[str, ...] = ("1",)  # the gateway that serves
     attached: dict[str, str] = field(default_factory=lambda: {name: "1" for name in ATTACHED})
+    directory: int = 0  # how often it was made anew: everybody has to know the handle of the last time
+    gateway_knows: int = 0
     announced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     births: int = 1
 
@@ -283,6 +354,9 @@ class World:
         if tell.wire is Wire.START:
             self.started = (self.alive["gateway"],)
             self.attached = {name: inc for name, inc in tell.living if self.alive.get(name) == inc}
+            self.gateway_knows = self.directory
+        elif tell.part == "directory":
+            self.gateway_knows = self.directory
         elif tell.wire is Wire.ATTACH:
             self.attached[tell.part] = self.alive[tell.part]
         else:
@@ -296,7 +370,10 @@ KINDS = {member.name: member.kind for member in MEMBERS}
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_after_any_deaths_everybody_is_told_of_everybody(data: st.DataObject) -> None:
-    """Whatever dies when, whatever fails and in which order it is seen: in quiet time nobody is left out."""
+    """Whatever dies when, whatever fails and in which order it is seen: in quiet time nobody is left out.
+
+    Ray starts the directory again until it gives up, which may be at any time.
+    """
     life, world, now = Life(MEMBERS), World(), 0.0
     life.began(dict(world.alive))
 
@@ -304,30 +381,33 @@ def test_after_any_deaths_everybody_is_told_of_everybody(data: st.DataObject) ->
         incarnation = world.alive.get(name)
         if incarnation is not None:
             return Answered(name, incarnation)
-        return Lost(name, "", is_over=KINDS[name] is Kind.GATEWAY)
+        return Lost(name, "", is_over=KINDS[name] is not Kind.DIRECTORY or is_given_up)
 
     def carry_out(commands: list[Command], *, may_fail: bool) -> None:
         for command in commands:
             if isinstance(command, Make):
+                if may_fail and data.draw(st.booleans(), label="has no machine"):
+                    life.handle(Postponed(command.part, "no machine"), now)
+                    continue
                 world.born(command.part)
+                world.directory += command.part == "directory"
             elif isinstance(command, Tell):
                 fails = may_fail and data.draw(st.booleans(), label="fails")
                 ok = not fails and world.take(command)
                 life.handle(Told(command, "" if ok else "failed"), now)
 
+    is_given_up = False
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        is_given_up = is_given_up or data.draw(st.booleans(), label="Ray gives the directory up")
         now += data.draw(st.floats(0.1, 5.0), label="seconds")
         name = data.draw(st.sampled_from(sorted(KINDS)), label="part")
         if data.draw(st.booleans(), label="dies"):
             world.alive.pop(name, None)
-        elif KINDS[name] is not Kind.GATEWAY and name not in world.alive:
+        elif name == "directory" and name not in world.alive and not is_given_up:
             world.born(name)  # Ray does
         if data.draw(st.booleans(), label="is seen"):
             life.handle(see(name), now)
         carry_out(life.due(now), may_fail=True)
-    for name, kind in KINDS.items():
-        if kind is not Kind.GATEWAY and name not in world.alive:
-            world.born(name)
     for _ in range(60):
         now += 5.0
         for name in KINDS:
@@ -340,7 +420,8 @@ def test_after_any_deaths_everybody_is_told_of_everybody(data: st.DataObject) ->
     assert world.attached == {name: world.alive[name] for name in ATTACHED}
     for name in [*WORKERS, *NODES]:
         exchange = world.alive[f"exchange of node-{name[-1]}"]
-        assert world.announced[name] == (world.alive[name], exchange)
+        assert world.announced[name] == (world.alive[name], f"handle {world.directory}", exchange)
+    assert world.gateway_knows == world.directory
     assert life.due(now) == []
 
 

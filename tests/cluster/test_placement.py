@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.cluster import placement
 from kvtier.cluster.config import Config, load_config
+from kvtier.cluster.l4_folders import Kept
 from kvtier.cluster.placement import (
     Machine,
+    Place,
     Placement,
     PlacementError,
     bundles,
     gpu_refusal,
     gpus_per_rank,
     places,
+    returning,
+    settled,
+    unused,
 )
 from kvtier.cluster.raylets import raylet_resource, shared_out
 
@@ -80,6 +87,73 @@ def test_such_a_node_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         Placement(config).reserve(lambda step: None)
 
 
+class Joining:
+    """A cluster in virtual time: so many machines of 8 CPUs from each of these seconds on."""
+
+    def __init__(self, *since: float) -> None:
+        self.now = 1000.0
+        self._since = [self.now + second for second in since]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def machines(self) -> list[Machine]:
+        return [machine(f"10.0.0.{n}") for n, since in enumerate(self._since) if since <= self.now]
+
+
+def reserved(monkeypatch: pytest.MonkeyPatch, joining: Joining, *overrides: str) -> tuple[int, list[str]]:
+    """How many bundles are asked of Ray, and what was said before that."""
+    said: list[str] = []
+    asked: list[dict[str, float]] = []
+
+    def group(bundles: list[dict[str, float]], **_: str) -> object:
+        asked.extend(bundles)
+        return object()
+
+    table = {"state": "CREATED", "bundles_to_node_id": {}}
+    monkeypatch.setattr(placement, "time", joining)
+    monkeypatch.setattr(placement, "machines_now", joining.machines)
+    monkeypatch.setattr(placement, "placement_group", group)
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: table)
+    Placement(configured(*overrides)).reserve(lambda step: None if step in said else said.append(step))
+    return len(asked), said
+
+
+def test_all_that_join_are_waited_for_until_no_other_has_come_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ray up` comes back with the head alone; the other hosts install what they need, one sooner than another."""
+    joining = Joining(0, 5, 24, 43, 43 + placement.JOINED_S + 5)
+
+    taken, said = reserved(monkeypatch, joining, "nodes.count=0")
+
+    assert taken == 4
+    assert [line.split(",")[0] for line in said] == [f"{n} machine(s) fit" for n in (1, 2, 3, 4)]
+    assert joining.now == pytest.approx(1043 + placement.JOINED_S, abs=1)
+
+
+def test_a_cluster_that_never_stops_growing_is_taken_as_it_is_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joining = Joining(*range(0, 1000, 10))
+
+    taken, _ = reserved(monkeypatch, joining, "nodes.count=0")
+
+    assert taken == placement.JOIN_WAIT_S // 10 + 1
+
+
+def test_a_number_of_nodes_is_taken_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    joining = Joining(0, 7, 8)
+
+    taken, said = reserved(monkeypatch, joining, "nodes.count=2")
+
+    assert taken == 2 and joining.now == pytest.approx(1007, abs=0.5)
+    assert len(said) == 1 and "(1 so far)" in said[0]
+
+
 def test_zero_nodes_means_all_that_fit() -> None:
     """The head of a cluster often gives no CPU, and is no node then."""
     machines = [machine("10.0.0.1", cpus=0), *(machine(f"10.0.0.{n}") for n in range(2, 5))]
@@ -124,12 +198,115 @@ def test_nodes_are_numbered_by_address_whatever_ray_answers() -> None:
     ]
 
 
+def test_a_machine_that_leaves_while_it_is_taken_is_told_in_a_sentence() -> None:
+    there, gone = machine("10.0.0.1"), machine("10.0.0.2")
+
+    with pytest.raises(PlacementError, match="left the Ray cluster"):
+        places({0: there.ray_id, 1: gone.ray_id}, [there])
+
+
 def test_raylets_of_one_machine_are_numbered_as_they_were_started() -> None:
     machines = [machine("127.0.0.1", raylet=1), machine("127.0.0.1", raylet=0)]
 
     found = places({0: machines[1].ray_id, 1: machines[0].ray_id}, machines)
 
     assert [place.bundle for place in found] == [0, 1]
+
+
+def placed(*addresses: int) -> list[Place]:
+    """On machines of these addresses, bundle by bundle."""
+    machines = [machine(f"10.0.0.{n}") for n in addresses]
+    return places({bundle: one.ray_id for bundle, one in enumerate(machines)}, machines)
+
+
+def kept(*nodes: int, used_s: float = 100.0, disk: str = "disk") -> list[Kept]:
+    return [Kept(number, used_s, f"/{disk}/node-{number}") for number in nodes]
+
+
+def ids(settled_places: list[Place]) -> dict[str, str]:
+    return {place.machine.address: place.node_id for place in settled_places}
+
+
+def test_machines_without_pages_become_nodes_by_their_addresses() -> None:
+    there = placed(3, 1, 2)
+
+    assert ids(settled(there, {0: [], 1: [], 2: []})) == {
+        "10.0.0.1": "node-0",
+        "10.0.0.2": "node-1",
+        "10.0.0.3": "node-2",
+    }
+
+
+def test_a_machine_that_has_another_address_now_is_the_node_whose_pages_it_has() -> None:
+    """Of three the first got a new lease, 10.0.0.9: by addresses alone all three would have become others."""
+    there = placed(2, 3, 9)
+
+    found = settled(there, {0: kept(1), 1: kept(2), 2: kept(0)})
+
+    assert ids(found) == {"10.0.0.9": "node-0", "10.0.0.2": "node-1", "10.0.0.3": "node-2"}
+    assert [place.number for place in found] == [0, 1, 2]
+
+
+def test_a_new_machine_takes_the_id_that_nobody_has_pages_of() -> None:
+    found = settled(placed(1, 2, 3), {0: [], 1: kept(0), 2: kept(2)})
+
+    assert ids(found) == {"10.0.0.1": "node-1", "10.0.0.2": "node-0", "10.0.0.3": "node-2"}
+
+
+def test_of_a_deployment_that_shrank_every_machine_keeps_its_id() -> None:
+    found = settled(placed(1, 2), {0: kept(2), 1: kept(0)})
+
+    assert [(place.number, place.node_id) for place in found] == [(0, "node-0"), (1, "node-2")]
+
+
+def test_machines_that_share_a_disk_share_out_its_ids() -> None:
+    shared = kept(0, 1, 2)
+
+    found = settled(placed(1, 2, 3), dict.fromkeys(range(3), shared))
+
+    assert sorted(ids(found).values()) == ["node-0", "node-1", "node-2"]
+    assert unused([(place, shared) for place in found]) == []
+
+
+def test_of_two_disks_with_a_nodes_pages_the_latest_used_keeps_the_id_and_the_other_is_told() -> None:
+    old, new = kept(0, used_s=100.0), kept(0, used_s=200.0)
+
+    found = settled(placed(1, 2), {0: old, 1: new})
+
+    assert ids(found) == {"10.0.0.1": "node-1", "10.0.0.2": "node-0"}
+    [line] = unused([(found[0], new), (found[1], old)])
+    assert line.startswith("node-1 (10.0.0.1): /disk/node-0 has pages of node-0")
+
+
+def test_a_machine_that_comes_is_the_node_that_has_lost_its_own_and_whose_pages_it_has() -> None:
+    first, second, _ = placed(1, 2, 3)
+
+    assert returning([first, second], kept(1)) == second
+    assert returning([first], kept(1)) is None, "the node of these pages is well where it is"
+    assert returning([first, second], []) is None
+    assert returning([first, second], [*kept(0, used_s=5.0), *kept(1, used_s=9.0)]) == second
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_disks_have_ids_differ_and_nobody_leaves_pages_that_only_it_has(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    there = placed(*range(1, count + 1))
+    on_disks = {
+        number: kept(*data.draw(st.sets(st.integers(0, 6), max_size=1)), used_s=data.draw(st.floats(1, 9)))
+        for number in range(count)
+    }
+
+    found = settled(there, on_disks)
+
+    assert len({place.node for place in found}) == count
+    assert [place.number for place in found] == list(range(count))
+    assert sorted(place.bundle for place in found) == list(range(count))
+    holders = [one.number for folders in on_disks.values() for one in folders]
+    before = {place.bundle: place.number for place in there}
+    for place in found:
+        for one in on_disks[before[place.bundle]]:
+            assert place.node == one.number or holders.count(one.number) > 1
 
 
 @pytest.mark.parametrize(

@@ -6,51 +6,75 @@ Real processes: two raylets, a cache, an exchange and a worker with a tiny rando
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import psutil
 import pytest
+import trustme
 from deployment_kit import Shell, wait_for
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 
 CONFIG = Path(__file__).resolve().parents[2] / "cluster" / "two-nodes.yaml"
+STALLED_AFTER_S = 8
 PROMPT = [(11 * i + 5) % 500 for i in range(100)]
 
 pytestmark = pytest.mark.timeout(480)  # two deployments start and stop
 
 
 @pytest.fixture(scope="module")
-def neighbour(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Shell]:
-    """Another deployment on this machine, all the while."""
-    shell = Shell(tmp_path_factory.mktemp("neighbour"), tiny_llama)
-    with running(shell, *shell.up_arguments, "--detach"):
-        yield shell
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[tuple[Shell, Shell]]:
+    """The deployment of two nodes, and another one on this machine all the while."""
+    folder = tmp_path_factory.mktemp("two-nodes")
+    up = Shell(
+        folder,
+        tiny_llama,
+        cache__load="always",  # such a small model computes any prompt sooner than a page can be fetched
+        transfer__tls=json.dumps(pem_files(folder)),
+        cluster__stalled_after_s=STALLED_AFTER_S,
+    )
+    neighbour = Shell(tmp_path_factory.mktemp("neighbour"), tiny_llama)
+    shells = (up, neighbour)
+    try:
+        with ThreadPoolExecutor(len(shells)) as pool:  # at once: much of a start is waiting
+            starts = [
+                pool.submit(up, "up", str(CONFIG), *up.up_arguments[1:], "--detach"),
+                pool.submit(neighbour, *neighbour.up_arguments, "--detach"),
+            ]
+        for start in starts:
+            start.result()
+        yield shells
+    finally:
+        for shell in shells:
+            if (shell.state / "deployment.json").exists():
+                shell("down")
 
 
 @pytest.fixture(scope="module")
-def up(neighbour: Shell, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Shell]:
-    # Such a small model computes any prompt sooner than a page can be fetched.
-    shell = Shell(tmp_path_factory.mktemp("two-nodes"), tiny_llama, cache__load="always")
-    with running(shell, "up", str(CONFIG), *shell.up_arguments[1:], "--detach"):
-        yield shell
+def up(both: tuple[Shell, Shell]) -> Shell:
+    return both[0]
 
 
-@contextmanager
-def running(shell: Shell, *up: str) -> Iterator[None]:
-    """A deployment for the duration of the block, which may stop it itself."""
-    try:
-        shell(*up)
-        yield
-    finally:
-        if (shell.state / "deployment.json").exists():
-            shell("down")
+@pytest.fixture(scope="module")
+def neighbour(both: tuple[Shell, Shell]) -> Shell:
+    return both[1]
+
+
+def pem_files(folder: Path) -> dict[str, str]:
+    """What both nodes show each other."""
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "ca")
+    pair.private_key_pem.write_to_path(folder / "key")
+    pair.cert_chain_pems[0].write_to_path(folder / "cert")
+    return {name: str(folder / name) for name in ("cert", "key", "ca")}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +99,8 @@ def all_well(client: Client) -> dict[str, Any] | None:
     except ClientError:
         return None
     parts = [*status["nodes"], *status["workers"], status["directory"]]
-    return status if all(part["health"] == "healthy" for part in parts) else None
+    healths = {part["health"] for part in parts} | {node["exchange_health"] for node in status["nodes"]}
+    return status if healths == {"healthy"} else None
 
 
 def test_status_names_two_nodes_with_a_worker_each(up: Shell, client: Client) -> None:
@@ -121,18 +146,52 @@ def test_each_node_keeps_pages_in_its_own_folder(up: Shell, client: Client) -> N
     assert [file.parent.name for file in catalogues] == ["node-0", "node-1"]
 
 
-@pytest.mark.parametrize(
-    "name", ["worker-1", "cache node node-1", "exchange of node-1", "directory", "gateway"]
-)
+@pytest.mark.parametrize("name", ["worker-1", "cache node node-1", "gateway"])
 def test_what_is_killed_comes_back_and_serves(up: Shell, client: Client, name: str) -> None:
     before = generate(client, PROMPT)
     status = client.status()
-    log = up.state / "up.log"
 
     process_of(up, status, name).kill()
 
-    wait_for(lambda: f"{name} runs again" in log.read_text(), "its return")
-    assert f"{name} died" in log.read_text()
+    assert_comes_back(up, client, status, before, {name})
+
+
+def test_what_stands_still_is_told_killed_and_comes_back_and_serves(up: Shell, client: Client) -> None:
+    before = generate(client, PROMPT)
+    status = client.status()
+    names = {"exchange of node-1", "directory"}
+    processes = [process_of(up, status, name) for name in names]
+    began = min(process.create_time() for process in processes)
+
+    for process in processes:
+        process.suspend()
+
+    def both_told() -> dict[str, Any] | None:
+        now = client.status()
+        told = [now["directory"]["health"], now["nodes"][1]["exchange_health"]]
+        return now if told == ["stalled", "stalled"] else None
+
+    told = wait_for(both_told, "the status to say so")
+    assert all(began < since_s <= time.time() for since_s in changes_of(told))
+    assert generate(client, PROMPT, "worker-0")["token_ids"] == before["token_ids"], "the others serve"
+    assert_comes_back(up, client, status, before, names)
+    log = (up.state / "up.log").read_text()
+    for name in names:
+        assert re.search(rf"{name} stands still for \d+ s, and is killed", log)
+
+
+def changes_of(status: dict[str, Any]) -> list[float]:
+    """Since when these two are as they are."""
+    return [status["directory"]["since"], status["nodes"][1]["exchange_since"]]
+
+
+def assert_comes_back(
+    up: Shell, client: Client, status: dict[str, Any], before: dict[str, Any], names: set[str]
+) -> None:
+    """Those that died run again, and no others; they serve at the same address."""
+    log = up.state / "up.log"
+    wait_for(lambda: all(f"{name} runs again" in log.read_text() for name in names), "its return")
+    assert all(f"{name} died" in log.read_text() for name in names)
 
     def serves() -> bool:
         try:
@@ -143,7 +202,7 @@ def test_what_is_killed_comes_back_and_serves(up: Shell, client: Client, name: s
     wait_for(serves, "it to serve again")
     after = wait_for(lambda: all_well(client), "all parts to be healthy")
     assert after["endpoint"] == status["endpoint"]
-    assert_only_one_is_new(status, after, name)
+    assert_only_these_are_new(status, after, names)
 
 
 def process_of(shell: Shell, status: dict[str, Any], name: str) -> psutil.Process:
@@ -171,11 +230,11 @@ def lives(status: dict[str, Any]) -> dict[str, tuple[int, float]]:
     return {name: (part["pid"], part["since"]) for name, part in parts.items()}
 
 
-def assert_only_one_is_new(before: dict[str, Any], after: dict[str, Any], name: str) -> None:
+def assert_only_these_are_new(before: dict[str, Any], after: dict[str, Any], names: set[str]) -> None:
     old, new = lives(before), lives(after)
     pids_before, pids_after = ({part: life[0] for part, life in all_.items()} for all_ in (old, new))
-    assert {part for part in old if pids_before[part] != pids_after[part]} == {name} & set(old)
-    if name in new:
+    assert {part for part in old if pids_before[part] != pids_after[part]} == names & set(old)
+    for name in names & set(new):
         assert new[name][1] > old[name][1]
 
 

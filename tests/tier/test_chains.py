@@ -195,7 +195,6 @@ def test_loads_cost_what_they_weigh_and_what_l3_has_of_another_format_does_inste
     world.ask(Evict, (keys[1],), TierName.HOST)
     put(world, worker, "1", FULL)  # as written it is in L3, decayed in L4 only
     chain = chain_of(keys, variant=FP8, decayed=INT4C)
-    small_s = SIZES[DECAYED] / 1e9
 
     cheap = world.locate(worker, "r1", TENANT, path, chains=[chain], recompute_s=1e-12)
     loading = world.locate(worker, "r2", TENANT, path, chains=[chain])
@@ -206,13 +205,10 @@ def test_loads_cost_what_they_weigh_and_what_l3_has_of_another_format_does_inste
     world.settle()
     world.ask(Evict, tuple(keys[2:]), TierName.HOST)
     plain = chain_of(keys, variant=FP8)
-    assert reason(world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=2.9 * small_s)) == (
-        2,
-        "costlier",
-    )
-    assert (
-        len(world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=3.1 * small_s).loading) == 2
-    )
+    page_s = SIZES[FULL] * (1e-9 + world.node._copy_time.byte_s)  # read, and copied to L1 behind that
+    dear = world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=0.99 * page_s)
+    worth_it = world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=1.01 * page_s)
+    assert reason(dear) == (2, "costlier") and len(worth_it.loading) == 2
     world.settle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
@@ -38,12 +39,14 @@ from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Clear,
+    ClearPages,
     CommitCatalogue,
     Disconnect,
     Drain,
     Evict,
     Failure,
     FromWorker,
+    PageId,
     Pin,
     Quiesce,
     Send,
@@ -771,7 +774,7 @@ def test_verification_drops_bad_copies_and_says_what_is_left() -> None:
     world.ask(Evict, (key_of(TENANT, "abc"),), TierName.HOST)
     keys = chain_keys(TENANT, "abc")
 
-    ticket = world.ask(Verify, None)
+    ticket = world.ask(Verify, tuple(keys))
     while world.checks:
         key, tier = world.checks[0].envelope.key, world.checks[0].tier
         bad = key == keys[2] or (key == keys[1] and tier is TierName.HOST)
@@ -952,6 +955,9 @@ class Actors:
     def __init__(self, world: World) -> None:
         self.world = world
         self.incarnation = 0
+        self.clears: list[
+            tuple[bytes | None, deque[PageId]]
+        ] = []  # begun: of whom, and what is yet to have its turn
 
     def worker(self, name: str) -> SimWorker:
         for worker in self.world.workers.values():
@@ -963,7 +969,7 @@ class Actors:
         payloads = self.world.payloads
         if name == "w1":  # not all workers know all formats
             payloads = {kind: nbytes for kind, nbytes in payloads.items() if kind[1] != INT4C}
-        return self.world.connect(name, str(self.incarnation), payloads=payloads)
+        return self.world.connect(name, str(self.incarnation), payloads=payloads, saves=True)
 
     def kind(self, worker: SimWorker, which: int) -> Kind:
         kinds = list(worker.payloads)
@@ -1025,6 +1031,14 @@ class Actors:
             seconds=0.5,
             costs=(cost, 100.0 if cost else 0.0),
         )
+
+    def save_asked(self, name: str, count: int, has: bool, other_root: bool) -> None:
+        """A worker stores what another node asks for, or says that it doesn't have it."""
+        worker = self.worker(name)
+        if has:
+            self.world.save_asked(worker, count, b"o" * 32 if other_root else ROOT)
+        else:
+            self.world.refuse_asked(worker, count)
 
     def give_back(self, name: str) -> None:
         worker = self.worker(name)
@@ -1114,6 +1128,26 @@ class Actors:
         if len(self.world.payloads) > 1:
             keys += chain_keys(tenant, path, 1)
         self.world.ask(verb, tuple(keys), *more)
+
+    def begin_clear(self, tenant: str | None) -> None:
+        """As the service does: what is here now goes in parts, and the last step comes when all have had their turn."""
+        node, digest = self.world.node, None if tenant is None else tenant_of(tenant)
+        ids = node.page_ids()
+        self.clears.append((digest, deque(ids if digest is None else node.ids_of(digest, ids))))
+
+    def clear_on(self, which: int) -> None:
+        """The next part of a clear, two pages; behind the last one the step that ends it."""
+        if not self.clears:
+            return
+        digest, left = self.clears[which % len(self.clears)]
+        if left:
+            part = tuple(left.popleft() for _ in range(min(2, len(left))))
+            self.world.ask(ClearPages, part)
+            return
+        del self.clears[which % len(self.clears)]
+        self.world.ask(Clear, digest)
+        node = self.world.node
+        assert not (node.page_ids() if digest is None else node.ids_of(digest, node.page_ids()))
 
     def compare(self) -> None:
         """Each tier holds what the coordinator says it holds."""
@@ -1216,6 +1250,10 @@ class Life(RuleBasedStateMachine):
     def stores_stale(self, name: str, path: str) -> None:
         self.actors.store_stale(name, path)
 
+    @rule(name=names, count=st.integers(1, 4), has=st.booleans(), other_root=st.booleans())
+    def saves_what_is_asked_for(self, **how: Any) -> None:
+        self.actors.save_asked(**how)
+
     @rule(name=names)
     def returns_slots(self, name: str) -> None:
         self.actors.give_back(name)
@@ -1295,12 +1333,17 @@ class Life(RuleBasedStateMachine):
     def operator_clears(self, tenant: str | None) -> None:
         self.actors.world.ask(Clear, None if tenant is None else tenant_of(tenant))
 
-    @rule(tenant=tenants, path=st.none() | paths)
-    def operator_verifies(self, tenant: str, path: str | None) -> None:
-        if path is None:
-            self.actors.world.ask(Verify, None)
-        else:
-            self.actors.ask(Verify, tenant, path)
+    @rule(tenant=st.none() | tenants)
+    def operator_begins_to_clear(self, tenant: str | None) -> None:
+        self.actors.begin_clear(tenant)
+
+    @rule(which=few)
+    def clear_goes_on(self, which: int) -> None:
+        self.actors.clear_on(which)
+
+    @rule(tenant=tenants, path=paths)
+    def operator_verifies(self, tenant: str, path: str) -> None:
+        self.actors.ask(Verify, tenant, path)
 
     @rule(seconds=st.sampled_from([0.001, 1.0, 100.0]))
     def time_passes(self, seconds: float) -> None:
@@ -1367,6 +1410,7 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         ),
         (1, lambda: actors.store_stale(who(), chain())),
         (1, lambda: actors.give_back(who())),
+        (5, lambda: actors.save_asked(who(), which() + 1, rng.random() < 0.7, rng.random() < 0.1)),
         (
             12,
             lambda: actors.locate(
@@ -1416,6 +1460,8 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         (2, lambda: actors.ask(rng.choice([Pin, Unpin, Unpin]), whose(), chain())),
         (5, lambda: actors.ask(Evict, whose(), chain(), rng.choice([None, *TIERS, TierName.HOST]))),
         (1, lambda: actors.world.ask(Clear, rng.choice([None, tenant_of("ada"), tenant_of("bob")]))),
+        (1, lambda: actors.begin_clear(rng.choice([None, "ada", "bob"]))),
+        (3, lambda: actors.clear_on(which())),
         (2, lambda: actors.ask(Verify, whose(), chain())),
     ]
     actions = rng.choices([a for _, a in weighted], [w for w, _ in weighted], k=200)

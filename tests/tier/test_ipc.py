@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, Peer, hello_of, plain_chain, running, wait_until
 
@@ -128,12 +127,16 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         first.close()
 
 
-def test_a_worker_that_makes_the_node_say_too_much_is_disconnected(tmp_path: Path) -> None:
+def test_a_worker_that_makes_the_node_say_too_much_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(tmp_path) as service:
         peer = Peer(tmp_path)
-        shortest = Locate("", b"", b"", 1, 0, 0, [plain_chain([b"k"])], 0.0)
-        name = "x" * (ipc.MAX_FRAME_BYTES - len(frame(shortest)))  # fits into its Locate, not into the answer
-        peer.client.send(msgspec.structs.replace(shortest, request_id=name))
+        keys = peer.store(0, 8)
+        last = len(keys) * peer.page_tokens
+        locate = Locate("r", peer.root, peer.tenant, peer.page_tokens, 0, last, [plain_chain(keys)], 0.0)
+        monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", len(frame(locate)))  # it fits, and its answer doesn't
+        peer.client.send(locate)
         assert peer.is_closed.wait(30.0)
         peer.close()
         assert service.health() is None

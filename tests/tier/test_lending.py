@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_what_is_not_the_page_that_is_here_is_not_taken() -> None:
     world, _, borrower = lending_world()
     world.want(borrower, 1)
     world.store(borrower, TENANT, "a")
-    for wrong in ({"tokens": 3}, {"spec_digest": b"?" * 16}, {"checksum": b"short"}, {"variant": "int4c"}):
+    for wrong in ({"tokens": 3}, {"spec_digest": b"?" * 16}, {"checksum": b""}, {"variant": "int4c"}):
         world.say(borrower, WantFrames(1, PAYLOAD_BYTES))
         world.store_in_peers(borrower, [(TENANT, "a")], **wrong)
 
@@ -292,6 +293,20 @@ def test_operators_see_and_evict_what_is_in_l2() -> None:
 
     assert [outcome for _, outcome in world.answers[ticket]] == [Outcome.ACCEPTED] * 2
     assert world.held(TierName.PEER) == set() and len(world.held(TierName.HOST)) == 2
+
+
+def test_what_is_evicted_everywhere_while_it_is_read_in_l2_is_said_to_go_later() -> None:
+    world, _, borrower = lending_world()
+    put(world, borrower, "ab")
+    world.finish_writes()
+    world.locate(borrower, "r", TENANT, "a")
+
+    ticket = world.ask(Evict, tuple(chain_keys(TENANT, "ab")), None)
+
+    assert [outcome for _, outcome in world.answers[ticket]] == [Outcome.DEFERRED, Outcome.ACCEPTED]
+    assert world.held(TierName.PEER) == set() and l2(world).used_bytes == PAYLOAD_BYTES
+    world.copied_from_peers(borrower, "r", [0])
+    assert l2(world).used_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -594,3 +609,58 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         rng.choice(deeds)()
         actors.world.now += rng.choice([0.0, 0.01, 10.0])
     actors.end()
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+def test_a_reclaim_waits_for_what_is_used_now_and_for_nothing_that_comes_later(seed: int) -> None:
+    """So each frame is home once its borrower has spoken of it once more, however busy all are."""
+    rng = Random(seed)
+    actors = Actors(World(rng.randint(4, 12), 8, write=rng.choice(WRITES)))
+    world = actors.world
+    lender = actors.worker("w0")
+    actors.lend("w0", 0, FRAMES)
+    for _ in range(rng.randint(10, 80)):
+        be_busy(actors, rng)
+
+    world.reclaim(lender, list(lender.lent))
+
+    owed = used_of(world, lender)
+    assert set(lender.lent) == owed
+    for _ in range(rng.randint(0, 40)):
+        be_busy(actors, rng)
+        assert set(lender.lent) == (owed := owed & used_of(world, lender))
+    for worker in list(world.workers.values()):
+        world.return_frames(worker, list(worker.recalled))
+        for request, leases in list(worker.peer_leases.items()):
+            mine = [page for (_, page), peer in leases.items() if peer.grant.lender == lender.ref.incarnation]
+            world.copied_from_peers(worker, request, mine)
+    assert not lender.lent
+
+
+def be_busy(actors: Actors, rng: Random) -> None:
+    """A borrower stores, reads, or ends a read."""
+    name, request, path = rng.choice(("w1", "w2")), rng.choice(("r0", "r1")), rng.choice(PATHS)
+    deeds: list[Callable[[], None]] = [
+        lambda: actors.want(name, rng.randint(1, 4)),
+        lambda: actors.store(name, path, False),
+        lambda: actors.push(name, path),
+        lambda: actors.locate(name, request, path, 0.0),
+        lambda: actors.copy(name, request, rng.randrange(8), 0),
+        lambda: actors.release(name, request, rng.randrange(3)),
+        lambda: actors.world.finish_all(),
+    ]
+    rng.choice(deeds)()
+
+
+def used_of(world: World, lender: SimWorker) -> set[int]:
+    """A lender's frames that others have in stock, or read."""
+    grants = [
+        grant
+        for worker in world.workers.values()
+        for grant in (
+            *worker.stock,
+            *(peer.grant for leases in worker.peer_leases.values() for peer in leases.values()),
+        )
+    ]
+    return {grant.offset for grant in grants if grant.lender == lender.ref.incarnation}

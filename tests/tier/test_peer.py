@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,15 +16,17 @@ from peer_stub import PAGE_TOKENS, ROOT, SPEC, TENANT, VARIANT, envelope_of, key
 
 from kvtier.tier.events import Note
 from kvtier.tier.messages import Fetch, Fetched, FetchPage, Grant
-from kvtier.tier.page import Envelope, PageCorrupt
+from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt
 from kvtier.tier.peer import (
     FRAME_BYTES,
     HEAD_BYTES,
     Ending,
     Expected,
     FailureKind,
+    PageHead,
     PageReader,
     PagesRequest,
+    Piece,
     page_head,
     request_of,
 )
@@ -78,13 +82,12 @@ class Collected:
         self.pages: list[tuple[Envelope, bytes]] = []
         self.flushes = 0
 
-    def page(self, envelope: Envelope, packed: memoryview) -> None:
-        assert packed == envelope.pack()
-        self.pages.append((envelope, b""))
-
-    def piece(self, data: memoryview) -> None:
-        envelope, before = self.pages[-1]
-        self.pages[-1] = (envelope, before + bytes(data))
+    def take(self, pieces: Iterable[Piece]) -> None:
+        for packed, data in pieces:
+            if packed is not None:
+                self.pages.append((Envelope.unpack(packed), b""))
+            envelope, before = self.pages[-1]
+            self.pages[-1] = (envelope, before + bytes(data))
 
     def flush(self) -> None:
         self.flushes += 1
@@ -106,7 +109,7 @@ def test_pages_come_out_of_frames_as_they_went_in(count: int, nbytes: int, frame
         edges = [0, *cuts, len(page)]
         frames += [page[start:end] for start, end in pairwise(edges)]
     sink = Collected()
-    reader = PageReader(sink)
+    reader = PageReader(sink, nbytes)
 
     for frame in frames:
         reader.feed(memoryview(frame))
@@ -122,29 +125,18 @@ def test_pages_come_out_of_frames_as_they_went_in(count: int, nbytes: int, frame
 def test_a_stream_that_is_cut_short_is_seen(data: st.DataObject) -> None:
     whole = b"".join(stream_of(range(2), 500))
     end = data.draw(st.integers(1, len(whole) - 1).filter(lambda end: end != len(whole) // 2))
-    reader = PageReader(Collected())
+    reader = PageReader(Collected(), 500)
 
     with pytest.raises(PageCorrupt):
         reader.feed(memoryview(whole[:end]))
         reader.end()
 
 
-def test_a_length_that_is_not_the_envelopes_is_seen() -> None:
+def test_a_length_that_is_not_the_one_asked_for_is_seen() -> None:
     page = page_head(envelope_of(0, 500).pack(), 499) + payload_of(0, 499)
 
-    with pytest.raises(PageCorrupt, match="its envelope says 500"):
-        PageReader(Collected()).feed(memoryview(page))
-
-
-def test_an_envelope_whose_variant_is_no_text_is_seen() -> None:
-    packed = bytearray(envelope_of(0, 500).pack())
-    packed[38:40] = b"\xff\xfe"  # behind magic, version and key
-    import xxhash
-
-    packed[-8:] = xxhash.xxh3_64(bytes(packed[:-8])).digest()
-
-    with pytest.raises(PageCorrupt, match="no text"):
-        PageReader(Collected()).feed(memoryview(page_head(packed, 500) + payload_of(0, 500)))
+    with pytest.raises(PageCorrupt, match="499 bytes came, 500"):
+        PageReader(Collected(), 500).feed(memoryview(page))
 
 
 # ---- what is checked ---------------------------------------------------------------------------------------------
@@ -168,17 +160,64 @@ def test_an_envelope_whose_variant_is_no_text_is_seen() -> None:
 )
 def test_a_page_that_is_not_what_was_asked_for_is_seen(changes: dict[str, Any], what: str) -> None:
     with pytest.raises(PageCorrupt, match=what):
-        Expected(request()).take(envelope_of(1, NBYTES, **changes))
+        Expected(request()).take(envelope_of(1, NBYTES, **changes).pack())
+
+
+def test_an_envelope_says_which_page_it_is_and_what_only_it_can_say() -> None:
+    envelope = envelope_of(6, NBYTES, made_from="int8", tokens=3)
+
+    head = Expected(request(first=5, count=3)).take(envelope.pack())
+
+    assert head == PageHead(1, key_of(6), "int8", key_of(5), 6, 3, envelope.checksum)
+
+
+@given(st.integers(0, 8 * PACKED_ENVELOPE_BYTES - 1), st.integers(0, 1))
+def test_any_flipped_bit_of_an_envelope_is_seen(bit: int, number: int) -> None:
+    packed = bytearray(envelope_of(number, NBYTES).pack())
+    packed[bit // 8] ^= 1 << bit % 8
+
+    with pytest.raises(PageCorrupt):
+        Expected(request()).take(bytes(packed))
+
+
+@given(st.integers(0, PACKED_ENVELOPE_BYTES - 9), st.integers(1, 255))
+def test_an_envelope_that_lies_with_a_right_checksum_is_seen_where_we_know_better(
+    at: int, change: int
+) -> None:
+    """All but the payload's checksum, which the payload is compared with, and another number of tokens that may be."""
+    truth = envelope_of(1, NBYTES)
+    packed = bytearray(truth.pack())
+    packed[at] ^= change
+    packed[-8:] = xxhash.xxh3_64(bytes(packed[:-8])).digest()
+    expected = Expected(request())
+
+    try:
+        head = expected.take(bytes(packed))
+    except PageCorrupt:
+        assert len(expected) == len(request().keys), "it may come yet"
+    else:
+        assert (head.key, head.parent, head.depth, head.made_from) == (truth.key, truth.parent, 1, "")
+        assert 1 <= head.tokens <= PAGE_TOKENS
+        assert head.tokens != truth.tokens or head.checksum != truth.checksum
+
+
+def test_an_envelope_whose_variant_is_no_text_is_seen() -> None:
+    packed = bytearray(envelope_of(0, NBYTES).pack())
+    packed[38:40] = b"\xff\xfe"  # behind magic, version and key
+    packed[-8:] = xxhash.xxh3_64(bytes(packed[:-8])).digest()
+
+    with pytest.raises(PageCorrupt, match="no text"):
+        Expected(request()).take(bytes(packed))
 
 
 def test_pages_may_come_in_any_order_and_once() -> None:
     expected = Expected(request(first=5, count=3))
     for number in (7, 5, 6):
-        expected.take(envelope_of(number, NBYTES))
+        expected.take(envelope_of(number, NBYTES).pack())
 
     assert len(expected) == 0
     with pytest.raises(PageCorrupt, match="not one of those asked for"):
-        expected.take(envelope_of(6, NBYTES))
+        expected.take(envelope_of(6, NBYTES).pack())
 
 
 def test_pages_that_came_before_are_not_asked_for_again() -> None:
@@ -186,7 +225,7 @@ def test_pages_that_came_before_are_not_asked_for_again() -> None:
 
     assert list(rest.held) == [0, 1, 0]
     with pytest.raises(PageCorrupt):
-        Expected(rest).take(envelope_of(1, NBYTES))
+        Expected(rest).take(envelope_of(1, NBYTES).pack())
     assert list(rest.locate("r").chains[0].held) != [0, 0, 0]
 
 

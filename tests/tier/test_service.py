@@ -24,7 +24,19 @@ from node_kit import (
 )
 
 from kvtier.tier.base import Outcome, Place
-from kvtier.tier.events import HoldsChanged, StoredBefore
+from kvtier.tier.events import (
+    Answer,
+    Clear,
+    ClearPages,
+    Command,
+    Event,
+    Evict,
+    HoldsChanged,
+    Pin,
+    StoredBefore,
+    Unpin,
+    Verify,
+)
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.mover import load_roots, load_stored_before
 from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
@@ -153,6 +165,153 @@ def test_two_workers_share_what_either_stored(tmp_path: Path) -> None:
         assert service.pages("eve") == [] and len(service.pages(limit=2)) == 2
         one.close()
         other.close()
+
+
+def test_pages_are_found_by_their_keys_in_each_tier_and_variant(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer, other = Peer(tmp_path), Peer(tmp_path, "w1", tenant="eve")
+        keys = [*peer.store(0, 4), *other.store(0, 2)]
+        settle(service)
+        service.evict(keys[1:2], TierName.HOST)
+        service.evict(keys[2:3], TierName.SSD)
+        settle(service)
+        asked = [keys[1], bytes(32), keys[2], keys[5], keys[0]]
+
+        listed = {(info.key, info.tier, info.variant) for info in service.pages()}
+        assert {(info.key, info.tier, info.variant) for info in service.pages_of(asked)} == {
+            one for one in listed if bytes.fromhex(one[0]) in asked
+        }
+        assert service.pages_of([bytes(32)]) == service.held([bytes(32)]) == []
+        held = {
+            (asked[at].hex(), one.tier, one.variant)
+            for one in service.held(asked)
+            for at in one.marks(len(asked)).nonzero()[0]
+        }
+        assert held == {one for one in listed if bytes.fromhex(one[0]) in asked}
+        assert len(held) == 2 * 4 - 2
+        heads = [keys[0].hex()[:20], keys[5].hex(), "0" * 20]
+        assert service.keys_with(heads, 2) == [[keys[0]], [keys[5]], []]
+        peer.close()
+        other.close()
+
+
+def test_a_long_listing_asks_the_loop_for_a_few_pages_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, l3_pages=32) as service:
+        ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
+        ada.store(0, 12)
+        last = eve.store(0, 2)
+        settle(service)
+        whole = {(info.key, info.tier) for info in service.pages()}
+        looked_at: list[int] = []
+        look = service._coordinator.pages
+
+        def count(tenant: Any, tier: Any, limit: int, now: float, among: Any) -> Any:
+            looked_at.append(len(among))
+            return look(tenant, tier, limit, now, among)
+
+        monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+        monkeypatch.setattr(service._coordinator, "pages", count)
+
+        assert {(info.key, info.tier) for info in service.pages()} == whole
+        assert max(looked_at) == 3
+        assert {bytes.fromhex(info.key) for info in service.pages("eve", TierName.HOST)} == set(last)
+        assert len(service.pages(limit=9)) == 9
+        looked_at.clear()
+        assert len(service.pages(limit=2)) == 2 and looked_at == [3]  # of these it need not look further
+        ada.close()
+        eve.close()
+
+
+def test_all_of_a_tier_is_evicted_a_few_pages_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 8)
+        settle(service)
+
+        assert sorted(service.evict(None, TierName.HOST)) == sorted((key, Outcome.ACCEPTED) for key in keys)
+        assert {info.tier for info in service.pages()} == {TierName.SSD} and len(service.pages()) == 8
+        assert service.evict(None, TierName.HOST) == []
+        assert sorted(service.evict(None)) == sorted((key, Outcome.ACCEPTED) for key in keys)
+        assert service.pages() == []
+        peer.close()
+
+
+def test_the_loop_turns_between_parts_of_what_is_asked_of_many_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that clears or checks all of a large cache in one turn is killed, since it stands still."""
+    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    with running(tmp_path) as service:
+        ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
+        keys, others = ada.store(0, 8), eve.store(0, 2)
+        settle(service)
+        sizes: list[int] = []
+        handle = service._coordinator.handle
+
+        def watched(event: Event, now: float) -> list[Command]:
+            commands = handle(event, now)
+            if isinstance(event, Pin | Unpin | Evict | ClearPages | Clear | Verify):
+                sizes.extend(len(c.results) for c in commands if isinstance(c, Answer))
+            return commands
+
+        monkeypatch.setattr(service._coordinator, "handle", watched)
+        accepted = [(key, Outcome.ACCEPTED) for key in keys]
+
+        assert service.pin(keys) == service.unpin(keys) == service.verify(keys) == accepted
+        assert dict(service.verify()) == dict.fromkeys([*keys, *others], Outcome.ACCEPTED)
+        assert sorted(service.clear("ada")) == sorted(accepted)
+        assert sorted(service.clear()) == sorted((key, Outcome.ACCEPTED) for key in others)
+        assert max(sizes) == 3 and service.pages() == []
+        ada.close()
+        eve.close()
+
+
+@both_stores
+def test_what_is_stored_while_a_clear_runs_is_cleared_too_and_comes_back_from_no_rebuild(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    with running(tmp_path, store=store) as service:
+        ada, bob = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="bob")
+        keys, others = ada.store(0, 7), bob.store(0, 2)
+        settle(service)
+        stored: list[bytes] = []
+        evicted: set[bytes] = set()
+        ask = service._verb
+
+        def store_between(*args: Any, **more: Any) -> list[tuple[bytes, Outcome]]:
+            """Behind each part the worker stores anew: once what is cleared already, else what was never here. Some of it
+            leaves again, which wipes no slot."""
+            found = ask(*args, **more)
+            if len(stored) < 12:
+                stored.extend(ada.store(1000 * len(stored), 4))
+                wait_until(service.idle)  # they are in L4, stamped as written in the clear's midst
+                evicted.update(stored[-2:])
+                ask(lambda ticket: Evict(ticket, tuple(stored[-2:]), None))
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "_verb", store_between)
+            cleared = service.clear("ada")
+
+        assert stored[:4] == keys[:4]
+        assert {*keys, *stored} - evicted <= {key for key, _ in cleared} <= {*keys, *stored}
+        assert service.pages("ada") == []
+        _, missing = ada.fetch(0, 4)
+        assert missing is not None and (missing.page, missing.reason) == (0, "cleared")
+        ada.close()
+        bob.close()
+    (tmp_path / "l4" / "catalogue.mdb").unlink()  # so that the slots' own headers are all there is
+
+    with running(tmp_path, store=store) as service:
+        assert service.pages("ada") == []
+        if store == "slab":
+            assert {bytes.fromhex(page.key) for page in service.pages("bob")} == {*others}
 
 
 def test_another_tenant_never_finds_them(tmp_path: Path) -> None:

@@ -103,6 +103,14 @@ def test_compiled_kernels_attend_a_share(tiny_llama: Path, forward: str) -> None
     assert torch.allclose(ours, logits_of(single, PROMPT), rtol=1e-4, atol=1e-4)
 
 
+def test_a_group_on_gpus_leaves_the_slab_unpinned(tiny_llama: Path) -> None:
+    """Pinning takes as long as touching all of it, and serves copies that a group's GPUs never make."""
+    with group_of(tiny_llama, pages=64) as group:
+        group.device = torch.device("cuda")
+        with serving(group) as client:
+            assert not client.worker._link._pin_slab
+
+
 @pytest.mark.parametrize("name", ["gemma2", "deepseek v3"])
 def test_each_rank_has_its_columns_of_mlps_and_experts(name: str, tmp_path: Path) -> None:
     make, changes = MODELS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -15,21 +16,23 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tiny_models
 from group_kit import Processes, ThreadRank, group_of
 from runner_kit import random_tokens
 from tiny_models import VOCAB
 from waiting import until
-from worker_kit import caching, serving, settle, sink_to_l3, tiny_runner
+from worker_kit import caching, page_sizes, serving, settle, sink_to_l3, tiny_runner
 
 from kvtier.tier.base import Place
 from kvtier.tier.host import HostTier
 from kvtier.tier.messages import Grant
-from kvtier.tier.page import PageKey, RootKey
+from kvtier.tier.page import PageKey, RootKey, TierName, slot_bytes
 from kvtier.workers.api import FinishReason, WorkerStopped
 from kvtier.workers.copier import SaveJob, SavePage
 from kvtier.workers.group_pages import RankPages
 from kvtier.workers.group_plan import Begin, CopyIn, GroupBroken, Joined
 from kvtier.workers.group_rank import Mailbox
+from kvtier.workers.pulse import Pulse
 from kvtier.workers.runner import StepBatch
 
 WATCHED_S = 6.0  # a group's patience where a test waits for it
@@ -38,6 +41,25 @@ WATCHED_S = 6.0  # a group's patience where a test waits for it
 def prompt(length: int, seed: int = 3) -> list[int]:
     tokens: list[int] = random_tokens(seed, length, VOCAB).tolist()
     return tokens
+
+
+def test_a_leader_that_waits_for_a_rank_counts_as_turning(tiny_llama: Path) -> None:
+    """A rank may make kernels meanwhile, for longer than a part may stand still; the group's patience bounds it."""
+    processes = Processes()
+    with group_of(tiny_llama, pages=128, launch=processes) as group, serving(group) as client:
+        # By a clock that goes on by 1 whenever it is read: a loop that stands still is found further behind at each look.
+        pulse = Pulse(client.worker._thread, itertools.count(100).__next__)
+        name = client.send(prompt(50), max_tokens=1500)
+        client.first(name)
+
+        os.kill(processes.children[0].pid, signal.SIGSTOP)
+
+        until(
+            lambda: all(pulse.read() == 1 for _ in range(100)),
+            "the leader waits, and is seen to at a hundred looks in a row",
+        )
+        os.kill(processes.children[0].pid, signal.SIGCONT)
+        assert client.result(name).reason is FinishReason.LENGTH
 
 
 def test_ranks_in_processes_say_the_same_and_end_with_their_leader(tiny_llama: Path, tmp_path: Path) -> None:
@@ -118,6 +140,43 @@ def test_a_rank_killed_in_the_middle_of_saves_and_loads_hangs_nobody(
 
         assert reasons <= {FinishReason.CANCELLED, FinishReason.LENGTH}
         assert not client.worker.is_healthy()
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_what_a_group_had_saved_is_there_for_the_next_one_when_a_rank_dies(
+    tiny_llama: Path, tmp_path: Path, latents: bool
+) -> None:
+    """Latents are written down by the leader alone, heads by all ranks: either way a page is whole, or not there."""
+    folder = tiny_models.make_tiny_deepseek_v2(tmp_path / "model") if latents else tiny_llama
+    sizes = page_sizes(tiny_runner(folder, 64))
+    asked, more = ([prompt(100, seed) for seed in range(at, at + 3)] for at in (0, 10))
+    processes = Processes()
+    with caching(tmp_path, page_bytes=sizes) as service:
+        with (
+            group_of(folder, pages=256, launch=processes) as group,
+            serving(group, tmp_path / "s") as client,
+        ):
+            wanted = [client.generate(p, max_tokens=20).tokens for p in asked]
+            settle(client.worker, service)
+            saved = {page.key for page in service.pages(tier=TierName.HOST, limit=10_000)}
+            names = [client.send(p, max_tokens=200) for p in more]
+            client.first(names[0])
+            processes.children[0].kill()
+            assert {client.result(name).reason for name in names} <= {
+                FinishReason.CANCELLED,
+                FinishReason.LENGTH,
+            }
+
+        until(service.idle, "the node has all that the group had")
+        held = service.pages(tier=TierName.HOST, limit=10_000)
+        assert saved and saved <= {page.key for page in held}
+        assert service.stats().tiers[TierName.HOST].used_bytes == len(held) * slot_bytes(sizes[0])
+
+        with group_of(folder, pages=256) as group, serving(group, tmp_path / "s") as client:
+            found = [client.generate(p, max_tokens=20) for p in asked]
+            assert [result.tokens for result in found] == wanted
+            assert [result.cached for result in found] == [{"L3": 96}] * 3
+            assert service.stats().tiers[TierName.HOST].corrupt_pages == 0
 
 
 def test_ranks_of_a_killed_leader_end(tiny_llama: Path) -> None:

@@ -11,10 +11,18 @@ from l1_worlds import POLICIES, Recorded, drive, run_again, workload
 from scheduler_kit import Machine, Page
 
 from kvtier.tier.page import PageFormat
+from kvtier.workers.api import FinishReason
 from kvtier.workers.l1_events import LendOut, LentOverdue, TakeBack
-from kvtier.workers.lender import PATIENCE_S, Lender, to_lend, to_take_back
+from kvtier.workers.lender import PATIENCE_S, STARVED_S, Lender, starved, to_lend, to_take_back
+from kvtier.workers.sequence import SequenceState
 
 RAW, SMALL = PageFormat.FP32, PageFormat.INT4C
+
+
+class NoLink:
+    """The node is away."""
+
+    is_up = False
 
 
 class Peers:
@@ -66,6 +74,80 @@ def test_whatever_is_lent_no_token_changes_and_nobody_starves(seed: int) -> None
     assert run_again(recorded.ended()).difference is None
 
 
+class Keepers(Peers):
+    """Peers that give nothing back. Who waits for that too long is ended, as a worker does."""
+
+    def __init__(self, made: Machine, share: float) -> None:
+        super().__init__(made, share, slowness=1.0)
+        self.lender = Lender(made.l1, NoLink(), share)  # type: ignore[arg-type]
+        self.given_up = 0
+
+    def step(self) -> None:
+        made = self.made
+        seq = self.lender.given_up(made.now)
+        for sibling in [] if seq is None else list(seq.request.sequences):
+            if sibling.state is not SequenceState.FINISHED:
+                made.end(sibling, FinishReason.CANCELLED)
+                self.given_up += 1
+                del made.finished[sibling.request.spec.request_id, sibling.index]
+        super().step()
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+def test_whatever_peers_keep_for_good_each_request_ends_and_no_token_changes(seed: int) -> None:
+    rng = Random(seed)
+    life = workload(rng, rng.choice(POLICIES))
+    peers = Keepers(life.made, rng.choice([0.5, 0.8, 1.0]))
+
+    drive(life, meddle=rng.random() < 0.5)
+
+    assert len(life.made.table.frames.lent) == peers.lent
+
+
+def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nobody_else() -> None:
+    made = idle(16)
+    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
+    made.l1.hear(LendOut(1, 10), 0.0)
+    large = made.submit("large", [0] * 8, 2).sequences[0]
+    made.submit("small", [1] * 2, 2)
+    assert starved(made.scheduler) is large
+    assert lender.given_up(100.0) is None and lender.next_deadline_s is None  # they may come back in time
+
+    made.l1.hear(LentOverdue(), 100.0)
+    assert lender.given_up(100.0) is None
+    assert lender.next_deadline_s == 100.0 + STARVED_S
+    assert lender.given_up(100.0 + STARVED_S / 2) is None
+    assert lender.given_up(100.0 + STARVED_S) is large
+    made.end(large, FinishReason.CANCELLED)
+
+    assert lender.given_up(200.0) is None and lender.next_deadline_s is None
+    made.run()
+    assert made.finished["small", 0] is FinishReason.LENGTH
+
+
+def test_whatever_is_computed_meanwhile_begins_the_wait_anew() -> None:
+    made = idle(16)
+    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
+    lent = made.l1.hear(LendOut(1, 10), 0.0)
+    made.l1.hear(LentOverdue(), 0.0)
+    seq = made.submit("grows", [0] * 4, 12).sequences[0]
+
+    def starve() -> None:
+        while starved(made.scheduler) is None:
+            made.step()
+
+    starve()
+    start, computed = made.now, seq.computed
+    assert seq.state is SequenceState.RUNNING and lender.given_up(start) is None
+    made.l1.hear(TakeBack(lent[:1]), made.now)
+    starve()
+
+    assert seq.computed > computed
+    assert lender.given_up(start + STARVED_S) is None
+    assert lender.given_up(start + 2 * STARVED_S) is seq
+
+
 def idle(num_pages: int) -> Machine:
     return Machine(num_pages, 1, max_batch_tokens=8, max_sequences=2, rng=Random(0))
 
@@ -106,12 +188,6 @@ def test_of_several_sizes_whole_slabs_are_lent_and_asked_back() -> None:
     )
     made.l1.hear(TakeBack(lent), 1.0)
     assert slabs.free_slabs == slabs.num_slabs
-
-
-class NoLink:
-    """The node is away."""
-
-    is_up = False
 
 
 def test_frames_that_a_stopped_borrower_keeps_after_its_node_died_are_waited_for_as_long_as_others() -> None:

@@ -3,81 +3,39 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from lending_kit import (
+    LRU,
+    NOTHING,
+    borrower_and_lender,
+    fill,
+    l2,
+    lending_process,
+    prompts,
+    uncached,
+    worker,
+)
 from waiting import until
-from worker_kit import PAGE_TOKENS, Client, caching, page_sizes, serving, settle, tiny_runner
+from worker_kit import PAGE_TOKENS, Client, caching, page_sizes, serving, tiny_runner
 
 from kvtier.tier.ipc import NodeClient
 from kvtier.tier.messages import Arena, FramesGranted, Hello, RecallFrames, WantFrames
 from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.service import CacheService
-from kvtier.tier.stats import TierCounters
-
-LRU = PolicySettings(name="lru")
-NOTHING = 0.01  # of a small L1: a worker with this share lends no frame, and borrows
+from kvtier.workers.api import FinishReason
 
 
-def prompts(count: int, pages: int = 6, seed: int = 0) -> list[list[int]]:
-    made: list[list[int]] = (
-        np.random.default_rng(seed).integers(0, 512, (count, pages * PAGE_TOKENS + 5)).tolist()
-    )
-    return made
-
-
-@contextmanager
-def worker(
-    llama: Path, folder: Path, name: str, pages: int, share: float, **options: Any
-) -> Iterator[Client]:
-    runner = tiny_runner(llama, pages, share_arena=True)
-    with serving(runner, folder / "s", worker_id=name, l2_share=share, policy=LRU, **options) as client:
-        yield client
-
-
-@contextmanager
-def borrower_and_lender(
-    llama: Path, folder: Path, *, small: int = 24, **options: Any
-) -> Iterator[tuple[CacheService, Client, Client]]:
-    """A worker whose L1 holds `small` pages, and an idle one that has lent it 48 frames."""
-    with ExitStack() as stack:
-        service = stack.enter_context(caching(folder))
-        lender = stack.enter_context(worker(llama, folder, "lender", 64, 0.75, **options))
-        until(lambda: l2(service).capacity_bytes, "frames are lent")
-        borrower = stack.enter_context(worker(llama, folder, "borrower", small, NOTHING, **options))
-        yield service, borrower, lender
-
-
-def l2(service: CacheService) -> TierCounters:
-    return service.stats().tiers[TierName.PEER]
-
-
-def uncached(client: Client, asked: list[list[int]]) -> list[list[int]]:
-    return [client.generate(p, use_cache=False).tokens for p in asked]
-
-
-def fill(service: CacheService, client: Client, asked: list[list[int]]) -> list[list[int]]:
-    """Ask one after the other, until all copies have ended."""
-    tokens = []
-    for p in asked:
-        tokens.append(client.generate(p).tokens)
-        settle(client.worker, service)
-    return tokens
-
-
-@pytest.mark.parametrize("write", ["through", "demote"])
+@pytest.mark.parametrize(("write", "as_on_gpu"), [("through", False), ("demote", False), ("through", True)])
 def test_pages_that_leave_l1_come_back_from_a_peer_with_the_same_tokens(
-    tiny_llama: Path, tmp_path: Path, write: str
+    tiny_llama: Path, tmp_path: Path, write: str, as_on_gpu: bool
 ) -> None:
     asked = prompts(8)
-    with borrower_and_lender(tiny_llama, tmp_path, write=write) as (service, borrower, lender):
+    options: dict[str, Any] = {"write": write, "as_on_gpu": as_on_gpu}
+    with borrower_and_lender(tiny_llama, tmp_path, **options) as (service, borrower, lender):
         expected = uncached(lender, asked)
         assert fill(service, borrower, asked) == expected
         assert l2(service).pages > 0
@@ -123,13 +81,20 @@ def test_a_request_that_needs_all_of_a_lenders_l1_gets_it(tiny_llama: Path, tmp_
         assert lender.worker.stats().totals.requests == 2
 
 
-def test_a_damaged_byte_in_a_lent_frame_is_a_miss_and_counted(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+@pytest.mark.parametrize("damage", ["one bit", "another page"])
+def test_a_damaged_page_in_a_lent_frame_is_a_miss_and_counted(
+    tiny_llama: Path, tmp_path: Path, damage: str, as_on_gpu: bool
+) -> None:
     asked = prompts(8)
-    with borrower_and_lender(tiny_llama, tmp_path) as (service, borrower, lender):
+    with borrower_and_lender(tiny_llama, tmp_path, as_on_gpu=as_on_gpu) as (service, borrower, lender):
         expected = uncached(lender, asked)
         fill(service, borrower, asked)
-        arena = lender.worker._runner.arena
-        arena[list(lender.worker._table.frames.lent), 7] ^= 1
+        arena, lent = lender.worker._runner.arena, list(lender.worker._table.frames.lent)
+        if damage == "one bit":
+            arena[lent, 7] ^= 1
+        else:
+            arena[lent] = arena[lent[1:] + lent[:1]]
 
         found = [borrower.generate(p) for p in asked]
 
@@ -237,24 +202,15 @@ def test_after_a_nodes_restart_workers_lend_and_borrow_again(tiny_llama: Path, t
 def test_a_borrower_that_keeps_what_is_recalled_stops_nobody(
     tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It holds all the stock that it can get, and hears nothing."""
     own = prompts(4, pages=12, seed=3)
     with caching(tmp_path) as service, worker(tiny_llama, tmp_path, "lender", 64, 0.75) as lender:
         expected = [lender.generate(p, use_cache=False, max_tokens=64).tokens for p in own]
         until(lambda: l2(service).capacity_bytes, "frames are lent")
-        runner = lender.worker._runner
-        payloads = {spec.digest: spec.nbytes for spec in runner.groups[0].specs.values()}
-        heard: list[object] = []
-        hello = Hello("borrower", "1", payloads, payloads, runner.root_fields())
-        client = NodeClient.connect(tmp_path / "s", hello, heard.append, lambda: None)
-        client.send(WantFrames(16, next(iter(payloads.values()))))
-        until(lambda: any(isinstance(message, FramesGranted) for message in heard), "frames are granted")
+        with borrowed_for_good(lender, tmp_path) as heard:
+            assert lender.together(own, max_tokens=64) == expected
 
-        assert lender.together(own, max_tokens=64) == expected
-
-        assert any(isinstance(message, RecallFrames) for message in heard)
-        assert "don't come back; going on without" in caplog.text
-        client.close()
+            assert any(isinstance(message, RecallFrames) for message in heard)
+            assert "don't come back; going on without" in caplog.text
         until(lender.worker.idle, "all frames are back")
 
 
@@ -284,13 +240,44 @@ def test_workers_with_pages_of_several_sizes_lend_and_borrow_whole_slabs(
         assert l2(service).demoted_pages > 0
 
 
+@pytest.mark.parametrize(("pages", "max_tokens"), [(62, 8), (60, 60)], ids=["at its start", "on its way"])
+def test_who_needs_the_room_that_a_borrower_never_gives_back_is_told_so(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, max_tokens: int
+) -> None:
+    monkeypatch.setattr("kvtier.workers.lender.STARVED_S", 0.5)
+    (large, other), (small,) = prompts(2, pages=pages, seed=5), prompts(1)
+    with caching(tmp_path) as service, worker(tiny_llama, tmp_path, "lender", 64, 0.75) as lender:
+        (expected,) = uncached(lender, [small])
+        until(lambda: l2(service).capacity_bytes, "frames are lent")
+        with borrowed_for_good(lender, tmp_path):
+            asked, behind = lender.send(large, max_tokens=max_tokens), lender.send(small)
+
+            told = lender.result(asked)
+
+            assert told.reason is FinishReason.CANCELLED
+            assert "peers don't give back the room" in str(told.last.error)
+            assert bool(told.tokens) == (max_tokens > 8)
+            assert lender.result(behind).tokens == expected
+
+            cancelled = lender.send(other, max_tokens=max_tokens)
+            lender.worker.cancel(cancelled)
+            assert lender.result(cancelled).last.error is None
+            lender.worker.check()
+        until(lender.worker.idle, "all frames are back")
+        assert len(lender.generate(large, max_tokens=max_tokens).tokens) == max_tokens
+
+
 @contextmanager
-def lending_process(llama: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """An idle worker in a process of its own, that lends."""
-    script = Path(__file__).parents[1] / "lending_process.py"
-    process = subprocess.Popen([sys.executable, str(script), str(llama), str(folder / "s")])
+def borrowed_for_good(lender: Client, folder: Path) -> Iterator[list[object]]:
+    """A borrower that holds all the stock that it can get, and answers nothing; what it hears."""
+    runner = lender.worker._runner
+    payloads = {spec.digest: spec.nbytes for spec in runner.groups[0].specs.values()}
+    heard: list[object] = []
+    hello = Hello("borrower", "1", payloads, payloads, runner.root_fields())
+    client = NodeClient.connect(folder / "s", hello, heard.append, lambda: None)
+    client.send(WantFrames(16, next(iter(payloads.values()))))
+    until(lambda: any(isinstance(message, FramesGranted) for message in heard), "frames are granted")
     try:
-        yield process
+        yield heard
     finally:
-        process.kill()
-        process.wait()
+        client.close()

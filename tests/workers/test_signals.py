@@ -94,6 +94,39 @@ def test_a_node_hears_of_each_request_that_used_the_cache_and_of_all_its_full_pa
     assert first.seconds > 0 and first.page_s > 0 and first.double_pages > 0
 
 
+def test_a_lookup_says_what_computing_costs_at_each_depth_and_how_long_it_is_waited_for(
+    roomy: Slowed, tmp_path: Path
+) -> None:
+    with listening(tmp_path) as heard, serving(roomy, tmp_path / "s", load_deadline_ms=1500.0) as client:
+        ask(client, "unmeasured", prompt(100))
+        ask(client, "measured", prompt(200, seed=1))
+
+    first, second = (message for message in heard if isinstance(message, Locate))
+    assert (first.recompute_s, first.patience_s, first.busy_s) == (0.0, 0.0, 0.0)
+    assert second.recompute_s > 0 and second.double_pages >= 1
+    assert second.patience_s == pytest.approx(1.5) and second.busy_s == 0.0
+
+
+def test_a_lookup_says_how_long_the_prompts_before_it_take(
+    roomy: Slowed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=1)
+    with listening(tmp_path) as heard, serving(roomy, tmp_path / "s", max_batch_tokens=32) as client:
+        ask(client, "measured", prompt(400))
+        monkeypatch.setattr(roomy, "before", lambda batch: behind())
+
+        def behind() -> None:  # while the first of many chunks is computed
+            monkeypatch.undo()
+            client.worker.submit(EngineRequest("behind", "default", prompt(1600, 2), params))
+
+        client.worker.submit(EngineRequest("long", "default", prompt(1600, 1), params))
+        for name in ("long", "behind"):
+            client.result(name)
+
+    (asked,) = (m for m in heard if isinstance(m, Locate) and m.request_id.startswith("behind"))
+    assert 0.0 < asked.busy_s <= 2 * 100 * asked.recompute_s
+
+
 def test_the_kind_says_why_it_stopped_and_the_session_which_turn_it_was(
     roomy: Slowed, tmp_path: Path
 ) -> None:

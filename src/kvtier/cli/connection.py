@@ -47,6 +47,12 @@ def find(endpoint: str, tls: str) -> tuple[str, TLSFiles | None]:
     folder = StateFolder(state_dir())
     running = folder.running()
     if running is None:
+        if dead := folder.killed():
+            raise CliError(
+                f"the deployment here was killed (pid {dead.pid}): `kvtier down` cleans up after it, and so does "
+                "`kvtier up`, which starts it again",
+                3,
+            )
         raise CliError(
             "no deployment is running here; start one with `kvtier up`, or name one: --endpoint HOST:PORT", 3
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvtier.cli.common import CliError, human_bytes, human_count, human_seconds, out, print_json, table
+from kvtier.cli.common import CliError, err, human_bytes, human_count, human_seconds, out, print_json, table
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
 
 KeysArgument = Annotated[
@@ -36,12 +36,12 @@ def register(app: typer.Typer) -> None:
 def ls(
     tenant: Annotated[str, typer.Option(help="Only this tenant's; default: all.")] = "",
     tier: Annotated[TierChoice | None, typer.Option(help="Only copies in this tier; default: all.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many copies.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many copies, up to 10,000.")] = 100,
     endpoint: EndpointOption = "",
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List copies of pages.
+    """List copies of pages, those in the highest tier first.
 
     \b
     Examples:
@@ -51,6 +51,8 @@ def ls(
     with connected(endpoint, tls) as client:
         rows = client.pages_ls(tenant=tenant, tier=tier or "", limit=limit)
     print_json(rows) if as_json else _print_copies(rows)
+    if len(rows) == limit:
+        err.print(f"these are {limit:,} copies, there may be more: see --limit, --tier and --tenant")
 
 
 def show(

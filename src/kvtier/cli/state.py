@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +35,7 @@ class Deployment:
     has_tokenizer: bool = False
     tls_ca: str = ""  # PEM file that clients check the server with; "": plain text
     config: dict[str, Any] = field(default_factory=dict)
-    ray_dir: str = ""  # Ray's session folder, removed at the end
+    ray_dir: str = ""  # of Ray's session and of our sockets, removed at the end
     processes: list[Stamp] = field(default_factory=list)  # all that it has started
 
 
@@ -45,6 +47,7 @@ class StateFolder:
         self.log = folder / "up.log"
         self._record = folder / "deployment.json"
         self._lock = folder / "deployment.lock"
+        self._left = folder / "left-running.txt"
         self._held: IO[str] | None = None
 
     def claim(self) -> bool:
@@ -58,12 +61,15 @@ class StateFolder:
                 time.sleep(_CLAIM_WAIT_S)
                 continue
             self._held = file
+            self._left.unlink(missing_ok=True)
             return True
         file.close()
         return False
 
-    def release(self) -> None:
-        """The deployment is gone: forget it, let the next one start."""
+    def release(self, left: Sequence[str] = ()) -> None:
+        """The deployment is gone, but for what these lines say: forget it, let the next one start."""
+        if left:
+            self._left.write_text("".join(f"{line}\n" for line in left))
         self._record.unlink(missing_ok=True)
         if self._held:
             self._held.close()
@@ -104,15 +110,28 @@ class StateFolder:
         record = self.read()
         if record is None:
             return f"a deployment is already starting or ending (state folder {self.folder}); try again in a moment"
-        where = f"at {record.endpoint}" if record.endpoint else f"and {record.phase}"
-        return f"a deployment is already running {where} (pid {record.pid}); stop it first: kvtier down"
+        what = f"running at {record.endpoint}" if record.endpoint else record.phase
+        return f"a deployment is already {what} (pid {record.pid}); stop it first: kvtier down"
 
-    def new_log(self) -> IO[bytes]:
-        """The log of the next detached supervisor; the one before it is kept as up.log.1."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def take_output(self) -> None:
+        """What this process prints goes to a new log from now on; the one before it is kept as up.log.1.
+
+        For whoever has the claim: another one would take a running deployment's log away.
+        """
+        assert self._held
         if self.log.exists():
             os.replace(self.log, self.log.with_suffix(".log.1"))
-        return self.log.open("wb")
+        with self.log.open("wb") as log:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(log.fileno(), stream.fileno())
+
+    def left_running(self) -> list[str]:
+        """What `release` was told by the last supervisor of this folder."""
+        try:
+            return self._left.read_text().splitlines()
+        except FileNotFoundError:
+            return []
 
     def clean_up(self) -> str:
         """End and remove what a supervisor that was killed has left, if none lives now; a sentence, "" if nothing was."""
@@ -122,6 +141,10 @@ class StateFolder:
         said = f"the deployment was killed (pid {dead.pid}): {clean_up_after(dead)}" if dead else ""
         self.release()
         return said
+
+    def killed(self) -> Deployment | None:
+        """The record of a deployment whose supervisor was killed, and that nobody has cleaned up after."""
+        return None if self.is_alive() else self.read()
 
     def running(self) -> Deployment | None:
         """The record of the deployment that is alive."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvtier.cli.common import CliError, state_dir
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
 from kvtier.cluster.environment import prepare
-from kvtier.cluster.leftovers import Stamp, descendants, end, remove, stamp_of
+from kvtier.cluster.leftovers import Stamp, descendants, end, lasting, remove, stamp_of
 from kvtier.kernels.cpu.build import BuildError, load_library
 from kvtier.workers.model_store import ModelError, default_cache, resolve
 
@@ -65,9 +66,11 @@ class Supervisor:
     has started. Signal handlers run on the main thread, so all state here has one owner.
     """
 
-    def __init__(self, config: Config, view: View) -> None:
+    def __init__(self, config: Config, view: View, *, keeps_log: bool = False) -> None:
+        """`keeps_log`: what this process prints goes to the state folder's log, once the folder is ours."""
         self._config = config
         self._view = view
+        self._keeps_log = keeps_log
         self._folder = StateFolder(state_dir())
         self._record = Deployment(
             pid=os.getpid(),
@@ -107,6 +110,8 @@ class Supervisor:
             raise CliError(
                 f"can't use the state folder {self._folder.folder} ({error.strerror}); set KVTIER_STATE to another"
             ) from error
+        if self._keeps_log:
+            self._folder.take_output()
         if dead := self._folder.read():
             found = clean_up_after(dead)
             self._view.notice(f"the deployment before this one was killed (pid {dead.pid}): {found}")
@@ -115,16 +120,20 @@ class Supervisor:
     def _start(self) -> None:
         if problem := cannot_listen(self._config.grpc.host, self._config.grpc.port):
             raise CliError("; ".join(problem))
+        if caution := self._config.cluster.caution:
+            self._view.notice(caution)
+        prepare(os.environ, is_ours=self._config.ray.is_ours)  # before Ray's import, which reads it
+        if not self._config.ray.is_ours:
+            self._find_cluster()
         try:
             model = resolve(self._config.model.path, default_cache(), self._step)
         except ModelError as error:
             raise CliError(str(error)) from error
         self._compile_kernels()
         self._step("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
-        # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes.
+        # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes. Only we may enter it.
         self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
         self._folder.write(self._record)
-        prepare(os.environ, is_ours=self._config.ray.is_ours)  # before Ray's import, which reads it
         from kvtier.cluster.launch import Launched, LaunchError
 
         try:
@@ -139,6 +148,16 @@ class Supervisor:
         self._folder.write(self._record)
         for note in self._launched.notes:
             self._view.notice(note)
+
+    def _find_cluster(self) -> None:
+        """Before the model, which may take long to fetch."""
+        from kvtier.cluster.raylets import RayUnavailable, cluster_address
+
+        self._step("looking for the Ray cluster")
+        try:
+            self._step(f"found the Ray cluster at {cluster_address(self._config.ray.address)}")
+        except RayUnavailable as error:
+            raise CliError(str(error)) from error
 
     def _compile_kernels(self) -> None:
         """Here rather than in the worker, because the first time takes long enough to be told."""
@@ -167,12 +186,16 @@ class Supervisor:
         self._record.phase = "stopping"
         self._step("stopping")
         started = self._started()
+        left: list[str] = []
         try:
             if self._launched:
-                self._launched.stop(self._step)
+                left = self._launched.stop(self._step)
         finally:
             end({*started, *descendants()})
-            self._leave()
+            self._leave(left)
+        with suppress(OSError):
+            for line in left:
+                self._view.notice(line)
 
     def _kill(self) -> None:
         end(self._started(), at_once=True)
@@ -183,17 +206,17 @@ class Supervisor:
 
     def _started(self) -> set[Stamp]:
         """All processes of this deployment, those that have lost their parent too."""
-        return {*self._record.processes, *descendants()}
+        return lasting(self._record.processes) | set(descendants())
 
-    def _leave(self) -> None:
+    def _leave(self, left: Sequence[str] = ()) -> None:
         if self._record.ray_dir:
             remove(Path(self._record.ray_dir))
-        self._folder.release()
+        self._folder.release(left)
 
     def _step(self, step: str, done: int = 0, total: int | None = None) -> None:
         if step != self._record.step:
             self._record.step = step
-            self._record.processes = descendants()
+            self._record.processes = list(self._started())
             self._folder.write(self._record)
         with suppress(OSError):  # the terminal may be gone, and the pages are to be saved all the same
             self._view.step(step, done, total)
@@ -217,7 +240,7 @@ class Supervisor:
         kept = self._folder.folder / "logs"
         remove(kept)
         try:
-            shutil.copytree(Path(self._record.ray_dir) / "session_latest" / "logs", kept)
+            shutil.copytree(Path(self._record.ray_dir) / "ray" / "session_latest" / "logs", kept)
         except (OSError, shutil.Error):
             return sentence
         kept.chmod(0o700)  # Ray's own is open to all

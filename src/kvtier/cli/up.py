@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Annotated, Any, NoReturn
 
 import typer
@@ -29,7 +30,7 @@ from kvtier.cli.supervisor import Supervisor
 from kvtier.cluster.leftovers import alive
 
 _POLL_S = 0.05
-_DOWN_WAIT_S = 120.0  # draining has limits of its own; this is past their sum
+_DOWN_WAIT_S = 150.0  # each step of a stop has a limit of its own (launch.py); this is past their sum
 _LOG_LINES = 15
 
 SetOption = Annotated[
@@ -85,7 +86,7 @@ def up(
         _detached([file, *(f"--set={override}" for override in overrides)])
     elif notify_fd is not None:
         with os.fdopen(notify_fd, "w") as pipe:
-            Supervisor(checked, _Pipe(pipe)).run()
+            Supervisor(checked, _Pipe(pipe), keeps_log=True).run()
     else:
         Supervisor(checked, _Foreground()).run()
 
@@ -93,7 +94,8 @@ def up(
 def down() -> None:
     """Stop the service that `kvtier up` has started, or clean up after one that was killed.
 
-    Running requests end, pages that are not on SSD yet are saved (for at most 30 s), and nothing is left behind.
+    Running requests end, pages that are not on SSD yet are saved (for at most 30 s), and nothing is left behind. A node
+    of a joined Ray cluster that can't be reached is named: Ray ends what runs there, some minutes after it was cut off.
 
     \b
     Examples:
@@ -103,6 +105,8 @@ def down() -> None:
     if folder.is_alive():
         with steps() as progress:
             _stop_and_wait(folder, progress)
+        for line in folder.left_running():
+            err.print(line, style="yellow", soft_wrap=True, markup=False)
         err.print("stopped")
     elif dead := folder.clean_up():
         err.print(dead, soft_wrap=True, markup=False)
@@ -194,47 +198,57 @@ def _detached(arguments: list[str]) -> None:
         raise CliError(folder.already_running())
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "kvtier", "up", *arguments, "--notify-fd", str(writer)]
-    with folder.new_log() as log:
+    with TemporaryFile("w+", errors="replace") as early:  # what it says before the log is its own
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=early,
+            stderr=early,
             start_new_session=True,
             pass_fds=(writer,),
         )
-    os.close(writer)
-    try:
-        with os.fdopen(reader) as pipe, steps() as progress:
-            ready = _follow(pipe, progress)
-            if not ready:
-                _fail_with_log(child.wait(), folder.log)
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGTERM)
-        child.wait()
-        raise
+        os.close(writer)
+        try:
+            with os.fdopen(reader) as pipe, steps() as progress:
+                last = _follow(pipe, progress)
+                if not last.get("ready"):
+                    code = child.wait()
+                    early.seek(0)
+                    _fail(code, _text(folder.log) if last else early.read())
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+            raise
     record = folder.running()
     if record is None:
-        _fail_with_log(child.wait(), folder.log)
+        _fail(child.wait(), _text(folder.log))
     _say_ready(record, time.monotonic() - began, f"kvtier down stops it; its log is {folder.log}")
 
 
-def _follow(pipe: IO[str], progress: Steps) -> bool:
-    """Show what the supervisor reports until it is ready (True) or its end of the pipe closes."""
+def _follow(pipe: IO[str], progress: Steps) -> dict[str, Any]:
+    """Show what the supervisor reports until it is ready or its end of the pipe closes; the last report, {} for none.
+
+    It reports once the state folder is its own, and so is the log.
+    """
+    told: dict[str, Any] = {}
     for line in pipe:
         told = json.loads(line)
         if told.get("ready"):
-            return True
+            break
         if "notice" in told:
             err.print(told["notice"], style="yellow", soft_wrap=True, markup=False)
         else:
             progress(told["step"], told["done"], told["total"])
-    return False
+    return told
 
 
-def _fail_with_log(code: int, log: Path) -> NoReturn:
-    """The supervisor's own sentence, and the last lines of its log where there is more than that."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def _fail(code: int, said: str) -> NoReturn:
+    """The supervisor's own sentence, and the last lines before it where it said more than that."""
+    lines = [line for line in said.splitlines() if line.strip()]
     sentence = lines.pop().removeprefix("kvtier: ") if lines else f"the supervisor ended with code {code}"
     for line in lines[-_LOG_LINES:]:
         print(line, file=sys.stderr)

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOption = False) -> None:
-    """What is running: endpoint, model, nodes, workers and directory, and for how long each has been as it is.
+    """What is running: endpoint, model, nodes, exchanges, workers and directory, and for how long each has been as it is.
 
     \b
     Examples:
@@ -64,9 +64,16 @@ def _parts(now: dict[str, Any]) -> list[tuple[str, ...]]:
         rows.append(
             _part("node", node, node["host"], f"pages at {node['exchange']}" if node["exchange"] else "")
         )
+        if node.get("exchange_health"):
+            rows.append(_exchange(node))
     for worker in now["workers"]:
         rows.append(_part("worker", worker, worker["node"], worker["role"], str(worker["in_flight"])))
     return rows
+
+
+def _exchange(node: dict[str, Any]) -> tuple[str, ...]:
+    told = {name: node[f"exchange_{name}"] for name in ("health", "detail", "since")}
+    return _part("exchange", told | {"pid": ""}, node["id"], "gives pages to other nodes")
 
 
 def _part(

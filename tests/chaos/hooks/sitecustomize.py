@@ -1,8 +1,8 @@
 """Runs first in every Python process of a deployment under test: faults that can't be made from outside, and questions.
 
 Python imports a module of this name at its start. `faults.json` in the folder KVTIER_CHAOS says which faults are on now;
-without that variable nothing here does anything. Every part of the deployment answers questions on a port of its own,
-which it writes down in that folder.
+without that variable nothing here does anything. Every part of the deployment answers questions at a socket in that
+folder, which other network namespaces reach too.
 """
 
 from __future__ import annotations
@@ -183,9 +183,12 @@ class AfterImport:
 
 def answering(part: Any, kind: str, name: str) -> None:
     """Answer calls of the part's methods that take nothing, a line of JSON each, until the process ends."""
-    server = socket.create_server(("127.0.0.1", 0))
-    said = {"kind": kind, "name": name, "pid": os.getpid(), "port": server.getsockname()[1]}
+    said = {"kind": kind, "name": name, "pid": os.getpid()}
     file = Path(os.environ["KVTIER_CHAOS"]) / f"part-{os.getpid()}.json"
+    server = socket.socket(socket.AF_UNIX)
+    file.with_suffix(".sock").unlink(missing_ok=True)
+    server.bind(str(file.with_suffix(".sock")))
+    server.listen()
     file.with_suffix(".new").write_text(json.dumps(said))
     file.with_suffix(".new").rename(file)
 

@@ -1,0 +1,129 @@
+"""A CacheNode that is made anew on a disk that can't be written: without L4, whose pages are there for a later start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos_root import Disk, Unable, disk
+from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES, Peer, wait_until
+
+from kvtier.cluster.l4_folders import l4_folder
+from kvtier.cluster.node import CacheNodeProcess
+from kvtier.tier.page import TierName
+from kvtier.tier.score import PolicySettings
+
+DISK_BYTES = 40 << 20
+both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Disk]:
+    try:
+        with disk(tmp_path / "l4", DISK_BYTES) as made:
+            yield made
+    except Unable as unable:
+        pytest.skip(f"this machine can't make it: {unable}")
+
+
+@contextmanager
+def node(folder: Path, small: Disk, store: Any, *, needs_l4: bool = True) -> Iterator[CacheNodeProcess]:
+    process = CacheNodeProcess(
+        node_id="node-0",
+        socket_path=str(folder / "run" / "sock"),
+        payload_bytes=PAYLOAD_BYTES,
+        l3_bytes=16 * SLOT_BYTES,
+        l4_path=str(small.folder),
+        l4_bytes=16 << 20,
+        l4_store=store,
+        min_payload_bytes=SMALL_BYTES,
+        needs_l4=needs_l4,
+        policy=PolicySettings(),
+        write="through",
+        shares={},
+    )
+    try:
+        yield process
+        process.check()
+    finally:
+        process.stop(0.0)
+
+
+def fill(folder: Path, small: Disk, store: str) -> None:
+    """Three pages are in L4 when the node has ended."""
+    with node(folder, small, store) as process:
+        peer = Peer(folder)
+        peer.store(0, 3)
+        wait_until(lambda: process.idle() and process.stats().tiers[TierName.SSD].pages == 3)
+        peer.close()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def came_from(peer: Peer, num_pages: int) -> list[str]:
+    return [page.came_from for page in peer.fetch(0, num_pages)[0]]
+
+
+@both_stores
+def test_a_node_made_anew_goes_on_without_l4_and_finds_its_pages_once_the_disk_is_repaired(
+    tmp_path: Path, small: Disk, store: str
+) -> None:
+    folder = l4_folder(small.folder, "node-0")
+    fill(tmp_path, small, store)
+    before = content(folder)
+    small.settle()
+    small.fail()
+
+    with (
+        pytest.raises(OSError, match=r"^tiers\.l4\.path: .*Read-only .*--set tiers\.l4\.bytes=0"),
+        node(tmp_path, small, store),
+    ):
+        pass
+    with node(tmp_path, small, store, needs_l4=False) as process:
+        [note] = process.notes()
+        assert note.startswith(f"L4 is off: {folder} can't be used: Read-only file system; ")
+        assert process.health() is None
+        peer = Peer(tmp_path)
+        assert came_from(peer, 3) == []
+        peer.store(0, 2)
+        assert came_from(peer, 2) == ["L3"] * 2
+        wait_until(process.idle)
+        assert process.stats().tiers[TierName.SSD].pages == 0
+        peer.close()
+    assert content(folder) == before
+
+    small.unmount()
+    small.mount()
+    with node(tmp_path, small, store, needs_l4=False) as process:
+        assert process.notes() == []
+        peer = Peer(tmp_path)
+        assert came_from(peer, 3) == ["L4"] * 3
+        wait_until(process.idle)
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("store", "note"), [("slab", "rebuilt from slot headers, 3 pages found"), ("lmdb", "L4 is off: ")]
+)
+def test_a_node_made_anew_on_a_full_disk_loses_none_of_its_pages(
+    tmp_path: Path, small: Disk, store: str, note: str
+) -> None:
+    fill(tmp_path, small, store)
+    small.fill()
+
+    with node(tmp_path, small, store, needs_l4=False) as process:
+        [said] = process.notes()
+        assert "No space left on device" in said and note in said
+
+    small.make_room()
+    with node(tmp_path, small, store) as process:
+        assert process.notes() == []
+        peer = Peer(tmp_path)
+        assert came_from(peer, 3) == ["L4"] * 3
+        wait_until(process.idle)
+        peer.close()
