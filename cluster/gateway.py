@@ -31,7 +31,7 @@ from kvtier.cluster.held import Held
 from kvtier.cluster.part_states import PartState, show
 from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import PageInfo
+from kvtier.tier.base import L4NotCleared, PageInfo
 from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
@@ -292,6 +292,8 @@ class RayOwner:
         except RayTaskError as error:
             if isinstance(error.cause, WorkerStopped):
                 raise OwnerDown(f"{self._name} takes nothing more: {error.cause}") from error
+            if isinstance(error.cause, L4NotCleared):
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error.cause)) from error
             raise error.cause from None  # as it was raised there, without Ray's traceback in its text
 
     async def health(self) -> str | None:

@@ -200,6 +200,10 @@ class Outcome(StrEnum):
     MISSING = "MISSING"  # no tier holds it
 
 
+class L4NotCleared(RuntimeError):
+    """All was cleared but what lies on a disk that could not be used when the node started."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageInfo:
     """One copy of a page, as `kvtier pages ls` shows it."""

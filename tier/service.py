@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.base import L4NotCleared, Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys, keys_with
 from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
@@ -139,6 +139,7 @@ class CacheService:
         self._payload_bytes = payload_bytes
         self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
         self._l4_variants, self._needs_l4 = l4_variants, needs_l4
+        self._l4_refused: str | None = None  # why it is off, where it should be on
         self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
         self._on_holds, self._on_wrong, self._limits = on_holds, on_wrong, limits
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
@@ -263,7 +264,8 @@ class CacheService:
 
         Most go in parts; what those drop a rebuild of the catalogue may still find, so until this returns nothing is sure
         to be gone. The last step ends that, and takes all that is left at that moment: what is stored meanwhile is cleared
-        too, and a page that comes back in between is listed twice. What is stored later stays.
+        too, and a page that comes back in between is listed twice. What is stored later stays. Raises L4NotCleared when
+        all of that is done, but the disk couldn't be used.
         """
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         outcomes: list[tuple[bytes, Outcome]] = []
@@ -273,7 +275,13 @@ class CacheService:
                 self._ids_of(digest),
                 lambda part: self._verb(lambda ticket: ClearPages(ticket, part), durable=True),
             )
-        return outcomes + self._verb(lambda ticket: Clear(ticket, digest), durable=True)
+        outcomes += self._verb(lambda ticket: Clear(ticket, digest), durable=True)
+        if self._l4_refused is not None:
+            raise L4NotCleared(
+                f"{self.node_id} has cleared all but L4, where {self._l4_refused}: clear once more when the disk can be"
+                " written and the node has restarted, or pages come back from it"
+            )
+        return outcomes
 
     def _ids_of(self, tenant: bytes | None) -> list[PageId]:
         ids = self._ask(partial(self._page_ids, None))
@@ -560,9 +568,10 @@ class CacheService:
             why = error.strerror or str(error)
             if self._needs_l4 or error.errno == errno.EBUSY:  # who has it open may be about to end
                 raise OSError(error.errno, why, error.filename or str(self._l4_path)) from error
+            self._l4_refused = f"{self._l4_path} can't be used: {why}"
             self._note(
-                f"L4 is off: {self._l4_path} can't be used: {why}; its pages are neither found nor cleared until the disk"
-                " can be written and the node restarts"
+                f"L4 is off: {self._l4_refused}; its pages are neither found nor cleared until the disk can be written"
+                " and the node restarts"
             )
             return None
 
