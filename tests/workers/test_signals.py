@@ -45,7 +45,6 @@ def listening(folder: Path) -> Iterator[list[ToNode]]:
                     missing = Missing(first, "never_stored", "")
                     server.send(event.worker, Located(event.message.request_id, first, [], [], missing))
                 heard.append(event.message)
-        server.close()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -55,6 +54,7 @@ def listening(folder: Path) -> Iterator[list[ToNode]]:
         stopping.set()
         server.wake()
         thread.join()
+        server.close()  # not by the thread: it may see `stopping` before it is woken
 
 
 def finished(heard: list[ToNode]) -> list[Finished]:
