@@ -36,8 +36,9 @@ class FetchLimits:
     in_flight_bytes: int = (
         64 * 2**20
     )  # of payloads in slots that are being filled; one larger Fetch runs alone
-    # From one peer at once, each a stream. Means of four runs of bench/transfer.py on two busy cores, GB/s by 1, 2 and 4
-    # streams: 0.86, 0.98, 0.81 in pages of 64 KiB; 1.11, 1.13, 0.89 of 256 KiB; 0.98, 1.07, 0.92 of 1 MiB.
+    # From one peer at once, each a stream. One is quickest: medians of four runs of bench/transfer.py on two cores, GB/s by
+    # 1, 2 and 4 streams: 1.56, 1.41, 1.32 in pages of 64 KiB; 1.80, 1.60, 1.45 of 256 KiB; 1.86, 1.78, 1.57 of 1 MiB.
+    # But what waits for its node's SSD or workers must not hold up what is in memory there.
     streams: int = 2
     runs: int = 16  # at once, from all peers
     waiting: int = 1024
