@@ -51,7 +51,8 @@ def worker_in_prefill(scene: Scene) -> None:
         raise Missed("all requests had a token by then")
 
 
-def worker_in_decode(scene: Scene) -> None:
+def worker_in_decode(scene: Scene, lose: Callable[[psutil.Process], None]) -> None:
+    """One that only stands still answers nothing and closes nothing, until it is found to do so and is killed."""
     victim = scene.rng.choice(("worker-0", "worker-1"))
     deaths = scene.there.deaths(victim)
     asked = scene.questions(4, SHORT, 64)
@@ -59,24 +60,7 @@ def worker_in_decode(scene: Scene) -> None:
     load = scene.load(asked, victim)
     load.until_given(scene.rng.randint(1, 120))
     was_over = load.is_over
-    process.kill()
-    scene.finish(load)
-    scene.there.has_returned(victim, deaths + 1)
-    scene.end(asked[:2])
-    if was_over:
-        raise Missed("all requests had ended")
-
-
-def worker_stands_still(scene: Scene) -> None:
-    """It answers nothing and closes nothing, until it is found to stand still and is killed."""
-    victim = scene.rng.choice(("worker-0", "worker-1"))
-    deaths = scene.there.deaths(victim)
-    asked = scene.questions(4, SHORT, 64)
-    process = scene.there.process(victim)
-    load = scene.load(asked, victim)
-    load.until_given(scene.rng.randint(1, 120))
-    was_over = load.is_over
-    process.suspend()
+    lose(process)
     scene.finish(load)
     scene.there.has_returned(victim, deaths + 1)
     scene.end(asked[:2])
@@ -282,13 +266,13 @@ FAULTS = [
     Fault(
         "a worker is killed in decode",
         "a pause in its streams: they go on at another worker with the same tokens",
-        worker_in_decode,
+        partial(worker_in_decode, lose=psutil.Process.kill),
         in_suite=True,
     ),
     Fault(
         "a worker stands still",
         "a long pause in its streams: they go on at another worker with the same tokens",
-        worker_stands_still,
+        partial(worker_in_decode, lose=psutil.Process.suspend),
         in_suite=True,
     ),
     Fault(

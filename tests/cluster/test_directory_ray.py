@@ -11,6 +11,7 @@ import pytest
 import ray
 from node_kit import PAYLOAD_BYTES
 from ray.exceptions import RayError
+from small_ray import small_ray
 from waiting import until
 
 from kvtier.cluster.directory import Directory
@@ -34,16 +35,8 @@ def key(number: int) -> bytes:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A small local Ray."""
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=80 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    with small_ray():
+        yield
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 from gateway_kit import EchoWorker, echo_info, folder_digest, make_byte_tokenizer
+from small_ray import small_ray
 from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, completion, connect
@@ -127,18 +128,8 @@ class NodeActor:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A small local Ray."""
-    tests = str(Path(__file__).resolve().parents[1])
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=80 * 2**20,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": tests}},
-    )
-    yield
-    ray.shutdown()
+    with small_ray():
+        yield
 
 
 @pytest.fixture(scope="module")

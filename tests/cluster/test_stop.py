@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import RayActorError
+from small_ray import small_ray
 
 from kvtier.cluster import launch
 from kvtier.cluster.launch import _stop
@@ -28,16 +29,8 @@ class Stoppable:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=80 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    with small_ray(1):
+        yield
 
 
 def test_what_does_not_answer_is_silent_and_what_is_dead_is_not(
