@@ -71,6 +71,10 @@ class Wire:
         run("ip", "neigh", "del", self.there, "dev", near)
         run(*self.within, "ip", "neigh", "del", self.here, "dev", far)
 
+    def remove(self) -> None:
+        """Both ends, at once; with their namespace they would go some time later, and the next wire has their names."""
+        run("ip", "link", "del", self._ends[0])
+
 
 @contextmanager
 def wire() -> Iterator[Wire]:
@@ -83,9 +87,12 @@ def wire() -> Iterator[Wire]:
         made = Wire(name, str(here), str(there))
         with _made():
             made.lay()
-        yield made
+        try:
+            yield made
+        finally:
+            made.remove()
     finally:
-        run("ip", "netns", "del", name)  # and both ends of the wire
+        run("ip", "netns", "del", name)
 
 
 # ---- a disk ------------------------------------------------------------------------------------------------------
