@@ -96,7 +96,7 @@ class Deployment:
     @property
     def supervisor(self) -> psutil.Process | None:
         """The process that `up` has started, while it lives."""
-        return next((one for one in self.shell.processes() if "--notify-fd" in one.cmdline()), None)
+        return next((one for one in self.shell.processes() if "--notify-fd" in _command_of(one)), None)
 
     @property
     def is_up(self) -> bool:
@@ -285,6 +285,14 @@ class Deployment:
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(part["pid"]).kill()
         shutil.rmtree(self._told, ignore_errors=True)
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    """Its words; none once it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie too
+        return []
 
 
 def _name(said: dict[str, Any]) -> str:
