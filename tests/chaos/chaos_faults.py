@@ -41,7 +41,7 @@ def worker_in_prefill(scene: Scene) -> None:
     process = scene.there.process(victim)
     load = scene.load(asked, victim, clients=len(asked))
     scene.until_busy(victim, load)
-    scene.pause(0.3)
+    scene.pause(0.1)
     in_prefill = [answer for answer in load.answers if not answer.tokens]
     process.kill()
     scene.finish(load)
