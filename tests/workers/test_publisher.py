@@ -117,9 +117,9 @@ def test_an_owner_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monkey
         until(node.is_known, "the snapshot is told")
 
 
-def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
-    node, is_over = Node(), threading.Event()
-    entered = threading.Event()
+def mute() -> tuple[Node, threading.Event, threading.Event]:
+    """A node whose directory is silent; set once it is asked, and to be set for it to answer."""
+    node, entered, is_over = Node(), threading.Event(), threading.Event()
     answer = node.send
 
     def silent(batch: Batch) -> Reply:
@@ -128,6 +128,11 @@ def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
         return answer(batch)
 
     node.publisher = Publisher(Feed(SOURCE, (L3,)), silent, node.snapshot)
+    return node, entered, is_over
+
+
+def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
+    node, entered, is_over = mute()
     with running(node):
         assert entered.wait(30)
         for number in range(100):  # returns, though nobody takes them
@@ -137,16 +142,7 @@ def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
 
 
 def test_more_than_can_be_kept_meanwhile_ends_in_a_snapshot() -> None:
-    node, is_over = Node(), threading.Event()
-    entered = threading.Event()
-    answer = node.send
-
-    def silent(batch: Batch) -> Reply:
-        entered.set()
-        is_over.wait()
-        return answer(batch)
-
-    node.publisher = Publisher(Feed(SOURCE, (L3,)), silent, node.snapshot)
+    node, entered, is_over = mute()
     with running(node):
         assert entered.wait(30)
         node.change({1, 2})
