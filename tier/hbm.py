@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.tier.frame_fences import FrameFences
 from kvtier.tier.page import PageSpec
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -24,6 +25,20 @@ HUGE_PAGE_BYTES = 2 << 20
 MIN_SLABS, MIN_SLAB_PAGES, MAX_SLAB_PAGES = 64, 8, 64
 
 Bytes = npt.NDArray[np.uint8]
+Fences = FrameFences[torch.cuda.Event]
+
+
+def new_fences(arena: torch.Tensor) -> Fences | None:
+    """Fences of an arena (uint8 [units, unit bytes]) on a GPU, marked by the runner that queues work on it; None in host memory."""
+    if arena.device.type != "cuda":
+        return None
+
+    def record() -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(arena.device))
+        return event
+
+    return FrameFences(len(arena), record)
 
 
 def new_arena(num_units: int, unit_bytes: int, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -327,12 +342,14 @@ class Arena:
     """The copies of L1, on a view of the runner's arena (uint8 [units, unit_bytes]); frame f begins at unit f.
 
     Every call may come from any thread; two at once must not touch the same frame. Copies of whole pages release the
-    GIL. On a GPU, `copy_in`, `copy_out` and the copies from and to peers run on a stream of their own, after what is queued on the caller's current
-    stream (the default one in a copy thread), and are done when they return: pass memory registered as pinned, or the
-    driver stages it. The others are queued on the current stream, in order with the model's forward.
+    GIL. On a GPU, `copy_in`, `copy_out`, `zero_tail` and the copies from and to peers run on a stream of their own, and are
+    done when they return: pass memory registered as pinned, or the driver stages it. They wait for the work that last used
+    their frame (`fences`), or, without fences, for all that is queued on the caller's current stream (the default one in a
+    copy thread). The others are queued on the current stream, in order with the model's forward.
     """
 
-    def __init__(self, arena: torch.Tensor) -> None:
+    def __init__(self, arena: torch.Tensor, fences: Fences | None = None) -> None:
+        """`fences` are those that the arena's runner marks, on a GPU."""
         if arena.dtype != torch.uint8 or arena.ndim != 2 or not arena.is_contiguous():
             raise ValueError(
                 f"arena must be contiguous uint8 [units, bytes], got {arena.dtype} {list(arena.shape)}"
@@ -340,6 +357,7 @@ class Arena:
         self.num_units, self.unit_bytes = arena.shape
         self._bytes = arena.view(-1)
         self._host: Bytes | None = self._bytes.numpy() if arena.device.type == "cpu" else None
+        self._fences = fences
         self._stream: torch.cuda.Stream | None = None
         if arena.device.type == "cuda":
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
@@ -350,7 +368,7 @@ class Arena:
         if self._host is not None:
             self._host[place] = np.frombuffer(payload, np.uint8)
         else:
-            self._transfer(self._bytes[place], torch.frombuffer(payload, dtype=torch.uint8))
+            self._fill(frame, self._bytes[place], torch.frombuffer(payload, dtype=torch.uint8))
 
     def copy_out(self, frame: int, out: memoryview) -> None:
         """Write a frame's first bytes into writable host memory: a whole page."""
@@ -358,15 +376,23 @@ class Arena:
         if self._host is not None:
             np.frombuffer(out, np.uint8)[:] = self._host[place]
         else:
-            self._transfer(torch.frombuffer(out, dtype=torch.uint8), self._bytes[place])
+            self._read(frame, torch.frombuffer(out, dtype=torch.uint8), self._bytes[place])
 
     def copy_from_peer(self, frame: int, peer: PeerArena, offset: int, nbytes: int) -> None:
         """Fill a frame's first bytes from a peer's arena: a whole page."""
-        self._copy(self._bytes[self._place(frame, nbytes)], peer.part(offset, nbytes))
+        dst, src = self._bytes[self._place(frame, nbytes)], peer.part(offset, nbytes)
+        if self._host is not None:
+            _copy_in_host_memory(dst, src)
+        else:
+            self._fill(frame, dst, src)
 
     def copy_to_peer(self, frame: int, peer: PeerArena, offset: int, nbytes: int) -> None:
         """Write a frame's first bytes into a peer's arena: a whole page."""
-        self._copy(peer.part(offset, nbytes), self._bytes[self._place(frame, nbytes)])
+        dst, src = peer.part(offset, nbytes), self._bytes[self._place(frame, nbytes)]
+        if self._host is not None:
+            _copy_in_host_memory(dst, src)
+        else:
+            self._read(frame, dst, src)
 
     def host_bytes(self, frame: int, nbytes: int) -> memoryview | None:
         """A frame's first bytes, where the arena is host memory."""
@@ -380,6 +406,7 @@ class Arena:
             self._host[target] = self._host[source]
         else:
             self._bytes[target].copy_(self._bytes[source])
+            self._mark(src, dst, nbytes)
 
     def copy_head(self, src: int, dst: int, tokens: int, spec: PageSpec) -> None:
         """Copy what a page holds of its first `tokens` tokens into another frame, whose other bytes stay."""
@@ -393,6 +420,7 @@ class Arena:
         else:
             for rows, other in zip(self._device_rows(src, spec), self._device_rows(dst, spec), strict=True):
                 other[..., :tokens, :] = rows[..., :tokens, :]
+            self._mark(src, dst, spec.nbytes)
 
     def zero_tail(self, frame: int, from_token: int, spec: PageSpec) -> None:
         """Zero what a page holds of its tokens from one on, so that what lies there can't depend on history."""
@@ -401,8 +429,9 @@ class Arena:
             for rows in self._host_rows(self._host, frame, spec):
                 rows[..., from_token:, :] = 0
         else:
-            for parts in self._device_rows(frame, spec):
-                parts[..., from_token:, :] = 0
+            with self._on_stream(self._last_use(frame, spec.nbytes)):
+                for parts in self._device_rows(frame, spec):
+                    parts[..., from_token:, :] = 0
 
     def _place(self, frame: int, nbytes: int) -> slice:
         start = frame * self.unit_bytes
@@ -413,20 +442,42 @@ class Arena:
             )
         return slice(start, start + nbytes)
 
-    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        if self._host is not None:
-            np.copyto(
-                dst.numpy(), src.numpy()
-            )  # releases the GIL, and wakes no other thread as torch's copy may
-        else:
-            self._transfer(dst, src)
-
-    def _transfer(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._bytes.device))
-        with torch.cuda.stream(self._stream):
+    def _fill(self, frame: int, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy into a frame, once nothing queued reads or writes it any more."""
+        with self._on_stream(self._last_use(frame, dst.numel())):
             dst.copy_(src, non_blocking=True)
-        self._stream.synchronize()
+
+    def _read(self, frame: int, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy out of a frame, once nothing queued writes it any more; forwards may read it meanwhile."""
+        fence = None if self._fences is None else self._fences.last_write(*self._units(frame, src.numel()))
+        with self._on_stream(fence):
+            dst.copy_(src, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_stream(self, fence: torch.cuda.Event | None) -> Iterator[None]:
+        """Queue work on the copy stream behind `fence`, and wait for it."""
+        stream = self._stream
+        if stream is None:  # a device without streams: work is queued in order
+            yield
+            return
+        if self._fences is None:
+            stream.wait_stream(torch.cuda.current_stream(self._bytes.device))
+        elif fence is not None:
+            stream.wait_event(fence)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def _last_use(self, frame: int, nbytes: int) -> torch.cuda.Event | None:
+        return None if self._fences is None else self._fences.last_use(*self._units(frame, nbytes))
+
+    def _mark(self, src: int, dst: int, nbytes: int) -> None:
+        """A copy between frames is queued on the current stream."""
+        if self._fences is not None:
+            self._fences.mark(np.arange(*self._units(src, nbytes)), np.arange(*self._units(dst, nbytes)))
+
+    def _units(self, frame: int, nbytes: int) -> tuple[int, int]:
+        return frame, frame + -(-nbytes // self.unit_bytes)
 
     def _host_rows(self, host: Bytes, frame: int, spec: PageSpec) -> list[Bytes]:
         """[layers, heads, page_tokens, bytes of a row] for each section of the page's records; views."""
@@ -442,6 +493,11 @@ class Arena:
         return [
             self._bytes.as_strided(shape, strides, start + at) for shape, strides, at in _rows_layout(spec)
         ]
+
+
+def _copy_in_host_memory(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Releases the GIL, and wakes no other thread, as torch's copy may."""
+    np.copyto(dst.numpy(), src.numpy())
 
 
 _Four = tuple[int, int, int, int]

@@ -146,7 +146,7 @@ class GroupRunner:
     def __init__(self, own: Runner, share: Share, link: GroupLink) -> None:
         self._own = own
         self._link = link
-        self._pages = RankPages(own.arena, share, own.groups, own.whole_groups)
+        self._pages = RankPages(own.arena, share, own.groups, own.whole_groups, own.fences)
         self.groups = own.whole_groups
         units = len(own.arena), unit_bytes_of(own.whole_groups)
         self.arena = torch.empty(units, dtype=torch.uint8, device="meta")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.tier.hbm import Arena
+from kvtier.tier.hbm import Arena, Fences
 from kvtier.tier.page import PageSpec
 from kvtier.workers.formats import LayerGroup
 from kvtier.workers.group_share import Share
@@ -42,9 +42,14 @@ class RankPages:
     """
 
     def __init__(
-        self, arena: torch.Tensor, share: Share, own: tuple[LayerGroup, ...], whole: tuple[LayerGroup, ...]
+        self,
+        arena: torch.Tensor,
+        share: Share,
+        own: tuple[LayerGroup, ...],
+        whole: tuple[LayerGroup, ...],
+        fences: Fences | None = None,
     ) -> None:
-        self._arena = Arena(arena)
+        self._arena = Arena(arena, fences)
         self._is_first = share.rank == 0
         self._kinds = {
             spec.digest: _kind(share, spec, mine.specs[format])

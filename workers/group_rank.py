@@ -253,7 +253,9 @@ def _serve(mailbox: Mailbox, begin: Begin) -> None:
     runner = load_runner(begin.path, share=share, reduce=collective.sum, **options)
     try:
         mailbox.send(Ready(len(runner.arena), runner.root_fields()))
-        RankLoop(mailbox, runner, RankPages(runner.arena, share, runner.groups, runner.whole_groups)).run()
+        RankLoop(
+            mailbox, runner, RankPages(runner.arena, share, runner.groups, runner.whole_groups, runner.fences)
+        ).run()
     finally:
         runner.close()
 

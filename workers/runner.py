@@ -457,6 +457,8 @@ class Runner:
         self._layouts = layouts
         self._fields = fields
         self._fixed_rows = fixed_rows
+        self.fences = hbm.new_fences(arena)
+        self._units = tuple(_units_by_code(group, arena.shape[1]) for group in groups)
 
     def root_fields(
         self, group: int = 0, window: int = 0, sinks: int = 0, lossy: bool = False
@@ -485,13 +487,17 @@ class Runner:
             raise ValueError(f"{len(batch.token_ids)} rows, at most {self.max_batch_tokens} fit in a step")
         with torch.inference_mode():
             if not self._fixed_rows:
-                return self._run(batch)
-            parts = [self._run(tile) for tile in fixed_tiles(batch, self._fixed_rows)]
-            return _pick(parts, batch.logit_rows, self._fixed_rows)
+                logits = self._run(batch)
+            else:
+                parts = [self._run(tile) for tile in fixed_tiles(batch, self._fixed_rows)]
+                logits = _pick(parts, batch.logit_rows, self._fixed_rows)
+        if self.fences is not None:
+            self.fences.mark(*self._touched(batch))
+        return logits
 
     def open_l1(self) -> tuple[Arena, PageCopies]:
         """See ModelRunner."""
-        arena = Arena(self.arena)
+        arena = Arena(self.arena, self.fences)
         return arena, PageCopies(arena, page_checks(self.arena))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
@@ -522,11 +528,48 @@ class Runner:
                 targets,
                 FORMAT_CODES[target_format],
             )
+        if self.fences is not None:
+            sizes = self._units[group]
+            self.fences.mark(
+                _spread(sources, sizes[FORMAT_CODES[source_format]]),
+                _spread(targets, sizes[FORMAT_CODES[target_format]]),
+            )
+
+    def _touched(self, batch: StepBatch) -> tuple[IntArray, IntArray]:
+        """Units of the pages that a step reads, and of those that it writes."""
+        used: list[IntArray] = []
+        written: list[IntArray] = []
+        for sequence in batch.sequences:
+            first = (sequence.context - sequence.length) // self.page_tokens
+            num_written = (sequence.context - 1) // self.page_tokens - first + 1
+            for sizes, layout, pages in zip(self._units, self._layouts, sequence.pages, strict=True):
+                units = sizes[layout.write_format if pages.formats is None else pages.formats]
+                used.append(_spread(pages.frames, units))
+                written.append(
+                    _spread(pages.frames[-num_written:], units[-num_written:] if units.ndim else units)
+                )
+        return np.concatenate(used), np.concatenate(written)
 
     def close(self) -> None:
         """End the threads of the compiled kernels and free their buffers. No forward may follow."""
         self.model.close()
         self._kernels.close()
+
+
+def _units_by_code(group: LayerGroup, unit_bytes: int) -> IntArray:
+    """Units of a page, by the code of its format."""
+    units = np.zeros(max(FORMAT_CODES.values()) + 1, np.int32)
+    for format, spec in group.specs.items():
+        units[FORMAT_CODES[format]] = -(-spec.nbytes // unit_bytes)
+    return units
+
+
+def _spread(frames: IntArray, units: IntArray | np.int32) -> IntArray:
+    """All units of pages of so many units each, which begin at `frames`."""
+    units = np.broadcast_to(units, frames.shape)
+    starts = np.repeat(np.cumsum(units) - units, units)
+    spread: IntArray = (np.repeat(frames, units) + np.arange(len(starts)) - starts).astype(np.int32)
+    return spread
 
 
 def _planned(rows: SequenceRows, pages: GroupPages) -> PlanSequence:

@@ -84,6 +84,7 @@ from kvtier.workers.runner import GroupPages, ModelRunner, SequenceRows, StepBat
 from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
 from kvtier.workers.scheduler import PREEMPTION, Row, Scheduler
 from kvtier.workers.sequence import Request, Sequence, SequenceState
+from kvtier.workers.step_timer import step_timer
 from kvtier.workers.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -280,6 +281,7 @@ class DecodeWorker:
         self._outputs: list[Output] = []
         self._next_number = 0
         self._costs = PrefillCosts(runner.page_tokens)
+        self._timer = step_timer(runner.device)
         self._turns = Turns()
         self._stop_at_s: float | None = None
         self._error: str | None = None
@@ -575,11 +577,15 @@ class DecodeWorker:
         return bool(step.rows or step.ops or step.demotions)
 
     def _compute(self, rows: list[Row], converted: list[PageRecord]) -> None:
-        started = time.perf_counter()
         batch = self._batch(rows)
+        is_prefill = len(batch.token_ids) - len(rows) >= self._page_tokens  # a decode row costs more
+        if is_prefill:
+            self._timer.begin()
         logits = self._runner.forward(batch)
+        if is_prefill:
+            self._timer.end([(_attended(row), row.length) for row in rows])
         now = time.monotonic()
-        self._measure(rows, len(batch.token_ids), time.perf_counter() - started, now)
+        self._measure(now)
         to_save = converted + self._l1.hear(Computed(), now)
         self._sample([row.seq for row in rows if row.samples], logits, now)
         if to_save:
@@ -611,11 +617,12 @@ class DecodeWorker:
                 logit_rows.append(at - 1)
         return StepBatch(token_ids[:at], positions[:at], sequences, np.array(logit_rows, np.int32))
 
-    def _measure(self, rows: list[Row], tokens: int, seconds: float, now: float) -> None:
-        if tokens - len(rows) < self._page_tokens:
-            return  # decode: its rows cost more each
-        self._costs.measure([(_attended(row), row.length) for row in rows], seconds)
-        self._l1.hear(Measured(self._costs.costs), now)
+    def _measure(self, now: float) -> None:
+        measured = list(self._timer.finished())
+        for rows, seconds in measured:
+            self._costs.measure(rows, seconds)
+        if measured:
+            self._l1.hear(Measured(self._costs.costs), now)
 
     # Sampling and outputs
 

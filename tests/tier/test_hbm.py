@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.tier.frame_fences import FrameFences
 from kvtier.tier.hbm import Arena, SlabAllocator, new_arena
 from kvtier.tier.page import PageFormat, PageSpec
 
@@ -290,3 +291,23 @@ def test_a_frame_freed_twice_is_noticed() -> None:
 
     with pytest.raises(AssertionError, match="freed twice"):
         slabs.give_back(frame)
+
+
+def test_copies_that_are_queued_mark_the_units_of_both_frames() -> None:
+    """What `move` and `copy_head` queue on a device is waited for by the page copies behind it."""
+    spec = SPECS["fp8"]
+    units = 3 * -(-spec.nbytes // 100)
+    tensor = new_arena(units, 100)
+    fences: FrameFences[int] = FrameFences(units, iter(range(1, 9)).__next__)
+    arena = Arena(tensor, fences)  # type: ignore[arg-type]
+    arena._host = None  # as on a device
+    size = units // 3
+    tensor[:size] = 7
+
+    arena.move(0, size, spec.nbytes)
+    arena.copy_head(size, 2 * size, spec.page_tokens, spec)
+
+    assert tensor.view(-1)[100 * size : 100 * size + spec.nbytes].eq(7).all()
+    assert [fences.last_write(n * size, (n + 1) * size) for n in range(3)] == [None, 1, 2]
+    assert [fences.last_use(n * size, (n + 1) * size) for n in range(3)] == [1, 2, 2]
+    assert fences.last_write(2 * size - 1, 2 * size) == 1, "the last unit of a page that fills it in part"

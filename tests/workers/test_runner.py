@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from runner_kit import random_tokens
+from runner_kit import Pool, Sequence, random_tokens
+from runner_kit import step as run_step
 
 from kvtier.kernels import reference
 from kvtier.kernels.cpu import build
@@ -21,7 +22,7 @@ from kvtier.tier.identity import root_key
 from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import Recipe
 from kvtier.workers import model_files
-from kvtier.workers.formats import layout_of
+from kvtier.workers.formats import FORMAT_CODES, layout_of
 from kvtier.workers.model_files import convert_gguf, load_tensors, resolve_model, weights_fingerprint
 from kvtier.workers.runner import (
     GroupPages,
@@ -122,6 +123,41 @@ def test_converted_pages_hold_what_their_sources_held(tiny_llama: Path, tmp_path
         after = reference.read_pages(arena, layout, Format.INT4C, layer, torch.tensor([3]))
         for old, new in zip(before, after, strict=True):
             assert 0 < (new - old).norm() < 0.15 * old.norm()
+
+
+@pytest.mark.parametrize("cache_format", ["auto", "int4c"])
+def test_a_step_marks_the_units_that_it_writes_and_those_that_it_reads(
+    tiny_llama: Path, tmp_path: Path, cache_format: str
+) -> None:
+    """Copies wait for what is marked: a write that isn't would be copied half done."""
+    runner = load(tiny_llama, tmp_path, cache_format=cache_format)
+    unit_bytes = runner.arena.shape[1]
+    marks: list[tuple[set[int], set[int]]] = []
+
+    class Marks:
+        def mark(self, used: Any, written: Any) -> None:
+            marks.append((set(used.tolist()), set(written.tolist())))
+
+    runner.fences = Marks()  # type: ignore[assignment]
+    pool = Pool(runner)
+    tokens = random_tokens(3, 90, tiny_models.VOCAB).tolist()
+    sequences = [Sequence(pool, tokens), Sequence(pool, tokens[5:])]
+    for lengths in ((7, 20), (9, 1), (1, 1), (33, 1)):
+        pages = [s.rows(0, n).pages[0] for s, n in zip(sequences, lengths, strict=True)]
+        marks.clear()
+        before = runner.arena.clone()
+        run_step(runner, list(zip(sequences, lengths, strict=True)))
+        [(used, written)] = marks
+        changed = set(torch.nonzero((runner.arena != before).any(1))[:, 0].tolist())
+        assert changed and changed <= written
+        expected = set()
+        for page in pages:
+            assert page.formats is not None
+            for frame, code in zip(page.frames.tolist(), page.formats.tolist(), strict=True):
+                (format,) = [f for f in runner.groups[0].specs if FORMAT_CODES[f] == code]
+                size = -(-runner.groups[0].specs[format].nbytes // unit_bytes)
+                expected |= set(range(frame, frame + size))
+        assert written <= expected and used == expected
 
 
 def test_the_root_names_the_window_the_recipe_and_what_is_lossy(tiny_llama: Path, tmp_path: Path) -> None:
