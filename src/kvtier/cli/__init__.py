@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from contextlib import suppress
 
 import typer
 
 from kvtier.cli import demo, doctor, generate, model, pages, plan, quality, record, replay, up, watch
-from kvtier.cli.common import CliError
+from kvtier.cli.common import CliError, visible
+from kvtier.cli.streams import StreamFailed, discard_output, standard_streams
 
 app = typer.Typer(
     name="kvtier",
@@ -45,28 +46,39 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command of sys.argv. Exits with 0 on success, 1 on failure, 2 on a wrong command line, 130 on Ctrl-C."""
+    with standard_streams():
+        code = _run()
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except CliError as error:
-        sys.exit(_complain(str(error), error.exit_code))
+        return _complain(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        return 130
     except BrokenPipeError:  # the reader has what it wanted, as in `kvtier pages ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        discard_output()
+        return 1
+    except StreamFailed as error:
+        _complain(str(error), 1)
+        discard_output()
+        return 1
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise  # a bug of ours: its traceback is what a report needs
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
-            sys.exit(2)
-        sys.exit(_complain(_usage_sentence(error), 2))
-    sys.exit(code if isinstance(code, int) else 0)
+            return 2
+        return _complain(_usage_sentence(error), 2)
+    return code if isinstance(code, int) else 0
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"kvtier: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # standard error may be what failed
+        print(f"kvtier: {' '.join(visible(message).split())}", file=sys.stderr, flush=True)
     return code
 
 

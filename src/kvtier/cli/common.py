@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,15 +20,35 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from kvtier.cluster.config import Config
 
 _PIPE_COLUMNS = 160  # nobody resizes a pipe, so tables get room there
 
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+# Control characters of values, which would move the cursor or worse; lines may break.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """With control characters as escapes."""
+    return text.translate(_ESCAPES)
+
+
+class PlainConsole(Console):
+    """Prints text as it is: nothing in it is markup, an emoji's name or a command to the terminal. Styles are arguments,
+    or a `rich.text.Text` of ours."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
+err = PlainConsole(stderr=True)
+out = PlainConsole()
 if not out.is_terminal and "COLUMNS" not in os.environ:
     out.width = _PIPE_COLUMNS
 
@@ -49,20 +69,9 @@ def state_dir() -> Path:
 
 
 def print_json(value: Any) -> None:
-    """One object, on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def table(
-    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
-) -> Table:
-    """A plain table; `right` names the columns of numbers."""
-    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_edge=False)
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+    """One object, on stdout; in ASCII where that can't show all characters."""
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    print(json.dumps(value, indent=2, ensure_ascii=not is_unicode))
 
 
 def human_bytes(nbytes: float) -> str:
@@ -141,6 +150,7 @@ class Steps:
         self._step = ""
 
     def __call__(self, step: str, done: int = 0, total: int | None = None) -> None:
+        step = visible(step)
         if not err.is_terminal:
             if step != self._step:
                 err.print(f"  {step} ...", soft_wrap=True)
@@ -176,7 +186,7 @@ class Steps:
 def _progress() -> Progress:
     return Progress(
         SpinnerColumn(finished_text="[green]✓[/]"),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         TaskProgressColumn(),
         TimeElapsedColumn(),

@@ -12,20 +12,11 @@ from typing import Any
 import typer
 
 from kvtier.cli.client import Client, completion
-from kvtier.cli.common import (
-    CliError,
-    default_config,
-    err,
-    human_count,
-    human_seconds,
-    out,
-    share,
-    state_dir,
-    table,
-)
+from kvtier.cli.common import CliError, default_config, err, human_count, human_seconds, out, share, state_dir
 from kvtier.cli.connection import connected
 from kvtier.cli.demo_text import QUESTIONS, SYSTEM_PROMPT
 from kvtier.cli.generate import printing
+from kvtier.cli.tables import table
 from kvtier.cli.watch import TIERS, stats_view
 from kvtier.cluster.leftovers import remove
 from kvtier.workers.model_store import default_cache
@@ -95,7 +86,7 @@ def _run(*arguments: str) -> None:
 
 def _ask(client: Client, team: str, number: int) -> dict[str, Any]:
     question = QUESTIONS[number % len(QUESTIONS)]
-    out.print(f"\nteam {team}> {question}", style="cyan", markup=False)
+    out.print(f"\nteam {team}> {question}", style="cyan")
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT.format(team=f"team {team}")},
         {"role": "user", "content": question},
@@ -131,4 +122,4 @@ def _requests_table(done: list[tuple[str, dict[str, Any]]]) -> Any:
                 human_seconds(answer["timings_ms"]["ttft"] / 1e3),
             )
         )
-    return table(None, columns, rows, right=(columns[0], *columns[2:]))
+    return table(None, columns, rows, right=(columns[0], *columns[2:]), keys=2)

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
 import typer
+from rich.text import Text
 
-from kvtier.cli.common import CliError, human_bytes, out, print_json, settings, state_dir, table
+from kvtier.cli.common import CliError, human_bytes, out, print_json, settings, state_dir
 from kvtier.cli.connection import JsonOption
 from kvtier.cli.state import StateFolder
 from kvtier.cli.supervisor import cannot_listen
+from kvtier.cli.tables import table
 from kvtier.cli.up import SetOption
 from kvtier.workers.model_store import default_cache, known, list_models
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warn", "fail"]
 
-_STYLES = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_SHOWN = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
 _PROCESSES_BYTES = 1536 * 2**20  # Ray's daemons and our processes beside weights and tiers; measured, roughly
 
 
@@ -70,9 +72,9 @@ def doctor(
         print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
     else:
         rows = [
-            (_STYLES[c.level], c.name, c.found + (f"\n-> {c.way_out}" if c.way_out else "")) for c in checks
+            (_SHOWN[c.level], c.name, c.found + (f"\n-> {c.way_out}" if c.way_out else "")) for c in checks
         ]
-        out.print(table(None, ("", "check", "found"), rows))
+        out.print(table(None, ("", "check", "found"), rows, keys=2))
     if failed:
         raise CliError(f"{len(failed)} checks failed: " + ", ".join(check.name for check in failed))
 

@@ -12,6 +12,7 @@ import typer
 from kvtier.cli.client import Chunk, Client, completion
 from kvtier.cli.common import CliError, err, human_count, human_seconds, print_json, read_text
 from kvtier.cli.connection import EndpointOption, TlsOption, connected
+from kvtier.cli.streams import read_stdin
 
 Prompt = str | list[int] | list[dict[str, str]]
 
@@ -222,7 +223,7 @@ def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: Path 
 
 def _utf8(prompt: str) -> str:
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = read_stdin() if prompt == "-" else prompt
         text.encode()  # by the locale, other bytes may have become lone surrogates instead of an error
     except UnicodeError as error:
         raise CliError(

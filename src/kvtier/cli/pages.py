@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvtier.cli.common import CliError, err, human_bytes, human_count, human_seconds, out, print_json, table
+from kvtier.cli.common import CliError, err, human_bytes, human_count, human_seconds, out, print_json
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
+from kvtier.cli.tables import table
 
 KeysArgument = Annotated[
     list[str], typer.Argument(help="Page keys in hex, or their first digits (`kvtier pages ls`).")
@@ -75,7 +76,7 @@ def show(
     values = {name: [str(copy[name]) for copy in copies] for name in (copies[0] if copies else ())}
     for name in _LONG:  # columns would cut them off
         if len(set(values.get(name, ()))) == 1:
-            out.print(f"{name:7} {values.pop(name)[0] or '-'}", soft_wrap=True, markup=False)
+            out.print(f"{name:7} {values.pop(name)[0] or '-'}", soft_wrap=True)
     tiers = values.pop("tier", [])
     out.print(table(None, ("", *tiers), [[name, *row] for name, row in values.items()]))
 
@@ -188,7 +189,7 @@ def _print_copies(rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    out.print(table(None, columns, lines, right=("depth", "tokens", "size", "uses", "idle")))
+    out.print(table(None, columns, lines, right=("depth", "tokens", "size", "uses", "idle"), keys=2))
 
 
 def _format(row: dict[str, Any]) -> str:

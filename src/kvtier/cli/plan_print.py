@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.cli.common import human_bytes, human_count, human_seconds, out, share, table
+from kvtier.cli.common import human_bytes, human_count, human_seconds, out, share
+from kvtier.cli.tables import table
 
 if TYPE_CHECKING:
     from kvtier.plan_trace import Row, Sizing
@@ -23,7 +24,6 @@ def print_plan(made: Plan) -> None:
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {model.layers} layers, {heads}, "
         f"{numbers_per_token_layer(model):,} numbers a token and layer",
         soft_wrap=True,
-        markup=False,
     )
     out.print(table(None, ("sum", "value"), _sum_rows(made)))
     columns = ("cache.format", "a token", "a request", "fit at once", f"of {made.chosen.format}")
@@ -67,7 +67,7 @@ def _format_rows(made: Plan) -> list[tuple[str, ...]]:
 
 def _print_notes(notes: list[str]) -> None:
     for note in notes:
-        out.print(f"- {note}", style="yellow", soft_wrap=True, markup=False)
+        out.print(f"- {note}", style="yellow", soft_wrap=True)
 
 
 def _gb(nbytes: float) -> str:
@@ -77,7 +77,7 @@ def _gb(nbytes: float) -> str:
 def print_sizing(sizing: Sizing) -> None:
     """The tiers that reach the target."""
     out.print()
-    out.print(sizing.headline, soft_wrap=True, markup=False)
+    out.print(sizing.headline, soft_wrap=True)
     columns = (
         "policy",
         "blocks",

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvtier.cli.common import CliError, check_target, out, print_json, read_text, steps, table
+from kvtier.cli.common import CliError, check_target, out, print_json, read_text, steps
 from kvtier.cli.connection import JsonOption
+from kvtier.cli.tables import table
 from kvtier.workers.model_store import KNOWN_MODELS, ModelError, default_cache, resolve
 from kvtier.workers.model_text import Text, TextError
 
@@ -141,7 +142,7 @@ def _print(report: Report) -> None:
     from kvtier.quality import MAIN_COLUMNS, headline, main_row
 
     what = f"{report.model} in {report.dtype}, {report.forward} forward"
-    out.print(f"{what}: {headline(report)}", soft_wrap=True, markup=False)
+    out.print(f"{what}: {headline(report)}", soft_wrap=True)
     out.print(table(None, MAIN_COLUMNS, [main_row(row) for row in report.rows], right=MAIN_COLUMNS[2:]))
     spans = [f"{bucket.start}-{bucket.end}" for bucket in report.reference.by_position]
     kl = [(row.format, *(f"{bucket.kl:.5f}" for bucket in row.by_position)) for row in report.formats]
@@ -151,4 +152,4 @@ def _print(report: Report) -> None:
     out.print()
     out.print(table("Perplexity by position", ("cache.format", *spans), ppl, right=spans))
     for note in report.notes:
-        out.print(note, style="yellow", soft_wrap=True, markup=False)
+        out.print(note, style="yellow", soft_wrap=True)

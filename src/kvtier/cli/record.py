@@ -21,9 +21,9 @@ from kvtier.cli.common import (
     print_json,
     share,
     steps,
-    table,
 )
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
+from kvtier.cli.tables import table
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -208,7 +208,7 @@ def _report(done: dict[str, Any], as_json: bool) -> None:
             what = f"{size}, {human_seconds(one['seconds'])}; {one['ended']}"
         else:
             what = "recording; `kvtier record stop` ends it"
-        out.print(f"{one['owner']}: {one['path']}: {what}", soft_wrap=True, markup=False)
+        out.print(f"{one['owner']}: {one['path']}: {what}", soft_wrap=True)
 
 
 def _summary(summary: Summary, verdict: Verdict) -> dict[str, Any]:
@@ -236,7 +236,6 @@ def _print_summary(summary: Summary, verdict: Verdict) -> None:
         f"{summary.machine} {summary.owner}, kvtier {summary.kvtier}, from {summary.started} for "
         f"{human_seconds(verdict.seconds)}; {verdict.end or 'it was cut off'}",
         soft_wrap=True,
-        markup=False,
     )
     for title, counts in (("events", summary.events), ("commands", summary.commands)):
         out.print(table(None, (title, "number"), _counted(counts), right=("number",)))
@@ -257,7 +256,7 @@ def _counted(counts: Counter[str]) -> list[tuple[str, str]]:
 
 
 def _print_export(trace: Path, done: Exported) -> None:
-    out.print(f"{trace}: {human_count(done.requests)} requests", soft_wrap=True, markup=False)
+    out.print(f"{trace}: {human_count(done.requests)} requests", soft_wrap=True)
     if left_out := done.headless + done.other_page_size:
         out.print(
             f"{human_count(left_out)} left out: of {human_count(done.headless)} only the end of the prompt was asked for, "

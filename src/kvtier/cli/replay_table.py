@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.cli.common import human_bytes, human_count, human_seconds, out, share, table
+from kvtier.cli.common import human_bytes, human_count, human_seconds, out, share
+from kvtier.cli.tables import table
 from kvtier.replay_report import CHAIN_COLUMNS, COLUMNS, Report, odd_requests
 from kvtier.tier.replay import TIERS, Prices, Result
 
@@ -22,7 +23,9 @@ def print_report(report: Report) -> None:
     is_chain = any(result.tiers for result in report.results)
     columns = CHAIN_COLUMNS if is_chain else COLUMNS
     rows = [(_chain_row if is_chain else _row)(result, prices) for result in report.results]
-    out.print(table(None, columns, _grouped(rows), right=[name for name in columns if name != "policy"]))
+    out.print(
+        table(None, columns, _grouped(rows), right=[name for name in columns if name != "policy"], keys=2)
+    )
     if trace.skipped_lines:
         _say(
             f"{human_count(trace.skipped_lines)} lines were skipped; the first: {trace.first_skipped}",
@@ -85,4 +88,4 @@ def _grouped(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _say(text: str, style: str = "") -> None:
-    out.print(text, soft_wrap=True, markup=False, style=style)
+    out.print(text, soft_wrap=True, style=style)

@@ -106,10 +106,10 @@ def down() -> None:
         with steps() as progress:
             _stop_and_wait(folder, progress)
         for line in folder.left_running():
-            err.print(line, style="yellow", soft_wrap=True, markup=False)
+            err.print(line, style="yellow", soft_wrap=True)
         err.print("stopped")
     elif dead := folder.clean_up():
-        err.print(dead, soft_wrap=True, markup=False)
+        err.print(dead, soft_wrap=True)
     else:
         raise CliError(f"no deployment is running here (state folder: {folder.folder})")
 
@@ -144,7 +144,7 @@ class _Foreground:
         self._steps(step, done, total)
 
     def notice(self, text: str) -> None:
-        err.print(text, style="yellow", soft_wrap=True, markup=False)
+        err.print(text, style="yellow", soft_wrap=True)
 
     def ready(self, record: Deployment) -> None:
         self._steps.close()
@@ -236,7 +236,7 @@ def _follow(pipe: IO[str], progress: Steps) -> dict[str, Any]:
         if told.get("ready"):
             break
         if "notice" in told:
-            err.print(told["notice"], style="yellow", soft_wrap=True, markup=False)
+            err.print(told["notice"], style="yellow", soft_wrap=True)
         else:
             progress(told["step"], told["done"], told["total"])
     return told
@@ -261,5 +261,4 @@ def _say_ready(record: Deployment, seconds: float, how_to_stop: str) -> None:
         f"ready in {human_seconds(seconds)}: {record.model} at {record.endpoint} (pid {record.pid}); {how_to_stop}\n"
         f"  kvtier generate {call}",
         soft_wrap=True,
-        markup=False,
     )

@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtier.cli.client import Client
-from kvtier.cli.common import human_bytes, human_count, human_seconds, out, print_json, share, table
+from kvtier.cli.common import human_bytes, human_count, human_seconds, out, print_json, share
 from kvtier.cli.connection import EndpointOption, JsonOption, TlsOption, connected
+from kvtier.cli.tables import table
 
 TIERS = ("L1", "L2", "L3", "L4", "remote")
 _PLACES = {"L1": "HBM", "L2": "peer", "L3": "host", "L4": "SSD", "remote": "other node"}
@@ -48,10 +49,10 @@ def status(endpoint: EndpointOption = "", tls: TlsOption = "", as_json: JsonOpti
         f"{_attention(model)}"
     )
     columns = ("what", "id", "where", "pid", "does", "in flight", "health", "for")
-    out.print(table(None, columns, _parts(now), right=("pid", "in flight")))
+    out.print(table(None, columns, _parts(now), right=("pid", "in flight"), keys=2))
     for node in now["nodes"]:
         for note in node.get("notes", ()):
-            out.print(f"{node['id']}: {note}", style="yellow", soft_wrap=True, markup=False)
+            out.print(f"{node['id']}: {note}", style="yellow", soft_wrap=True)
 
 
 def _parts(now: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -137,7 +138,13 @@ def _watch(client: Client, interval: float, as_json: bool) -> NoReturn:
         while True:
             print(json.dumps(client.stats()), flush=True)
             time.sleep(interval)
-    with Live(stats_view(client.stats()), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+    if not out.is_terminal:
+        while True:
+            out.print(stats_view(client.stats()))
+            out.print()
+            out.file.flush()
+            time.sleep(interval)
+    with Live(stats_view(client.stats()), console=out, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
             live.update(stats_view(client.stats()), refresh=True)
