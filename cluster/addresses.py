@@ -1,23 +1,53 @@
-"""Network addresses: whether a process answers at one, and which of this machine's lies in a network."""
+"""Network addresses: whether a process answers or can listen at one, and which are this machine's."""
 
 from __future__ import annotations
 
+import errno
 import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
 
 import psutil
+
+from kvtier.workers.endpoints import Endpoint, is_loopback
 
 _CONNECT_S = 5.0
 
 
 def unreachable(address: str) -> str:
     """Why nothing answers at HOST:PORT; "" when something does."""
-    host, _, port = address.rpartition(":")
+    where = Endpoint.parse(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((where.host, where.port), timeout=_CONNECT_S).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def bind_error(where: Endpoint) -> OSError | None:
+    """Why nothing can listen there; None when something can.
+
+    A host name may have several addresses: they must not be in use, and one of them must be this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        return error
+    errors = [_bind_error(family, address) for family, _, _, _, address in found]
+    taken = [error for error in errors if error and error.errno in (errno.EADDRINUSE, errno.EACCES)]
+    if taken or all(errors):
+        return next(iter(taken), errors[0])
+    return None
+
+
+def is_own(host: str) -> bool:
+    """Whether a host is this machine, by its loopback, an address of its or its name."""
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    try:
+        return ip_address(host) in _addresses()
+    except ValueError:
+        return False
 
 
 def own_address(host: str) -> str:
@@ -36,6 +66,18 @@ def own_address(host: str) -> str:
             "name a network that every node is in, or leave it empty"
         )
     return str(found[0])
+
+
+def _bind_error(family: int, address: tuple[Any, ...]) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has an address of its own
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None
 
 
 def _addresses() -> list[IPv4Address | IPv6Address]:

@@ -22,7 +22,7 @@ from kvtier.cluster.config_nodes import (
     check_nodes,
     check_weights,
 )
-from kvtier.cluster.config_values import Bytes, Section
+from kvtier.cluster.config_values import Bytes, Host, Section
 from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
 
 CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
@@ -151,7 +151,7 @@ class TLSConfig(Section):
 class GrpcConfig(Section):
     """Where the gateway listens."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)  # 0: any free port; `kvtier status` names it
     max_message_bytes: Bytes = Field(default=16 * 2**20, ge=65536)
     tls: TLSConfig | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from ipaddress import ip_network
 from itertools import cycle, islice
@@ -11,12 +10,12 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from kvtier.cluster.config_values import Bytes, Section
+from kvtier.workers.endpoints import Endpoint, bare_host
 
 Role = Literal["both", "prefill", "decode"]
 _ROLES = get_args(Role)
 HASTY_S = 30.0  # a worker's longest step may take so long, on a slow CPU or with a large batch
 MAX_DEADLINE_MS = 600_000.0  # of waiting for a page; no request outlasts a longer one
-_ADDRESS = re.compile(r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})$")
 
 
 class RequestWeights(Section):
@@ -113,10 +112,13 @@ class RayConfig(Section):
     def _address_can_be_reached(cls, value: str) -> str:
         if value in ("local", "auto"):
             return value
-        match = _ADDRESS.match(value)
-        if not match or not 0 < int(match[2]) < 65536:
-            raise ValueError(f"must be local, auto or HOST:PORT, got {value!r}")
-        return value
+        try:
+            where = Endpoint.parse(value)
+        except ValueError as error:
+            raise ValueError(f"must be local, auto or HOST:PORT, got {value!r}") from error
+        if not where.port:
+            raise ValueError(f"must be local, auto or HOST:PORT with a port above 0, got {value!r}")
+        return str(where)
 
     @property
     def is_ours(self) -> bool:
@@ -155,11 +157,12 @@ class TransferConfig(Section):
     @field_validator("host")
     @classmethod
     def _network_is_one(cls, value: str) -> str:
-        if "/" in value:
-            try:
-                ip_network(value)
-            except ValueError as error:
-                raise ValueError(f"must be a network such as 10.1.0.0/16, got {value!r} ({error})") from error
+        if "/" not in value:
+            return bare_host(value) if value else ""
+        try:
+            ip_network(value)
+        except ValueError as error:
+            raise ValueError(f"must be a network such as 10.1.0.0/16, got {value!r} ({error})") from error
         return value
 
     @field_validator("same_host", mode="before")

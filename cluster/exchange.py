@@ -19,8 +19,9 @@ from kvtier.cluster.exchange_channels import Channels
 from kvtier.cluster.exchange_client import Fetcher
 from kvtier.cluster.exchange_node import NodeLink
 from kvtier.cluster.exchange_server import ExchangeServer
-from kvtier.cluster.exchange_wire import TlsFiles, address_of
+from kvtier.cluster.exchange_wire import TlsFiles
 from kvtier.tier.peer_runs import FetchLimits
+from kvtier.workers.endpoints import Endpoint, bare_host
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ CALLS_AT_ONCE = 8  # threads of the actor
 PULSE = {"pulse": 1}  # a thread of its own, so that calls that wait don't make it look stalled
 STOP_GRACE_S = 0.5
 MAX_NOTES = 64
-_WILDCARDS = ("0.0.0.0", "::")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 
 
@@ -66,7 +66,7 @@ class PageExchangeProcess:
         if not secret:
             raise ValueError("an exchange needs the deployment's secret, got an empty one")
         keep_freed_memory()
-        host = own_address(host)
+        host = bare_host(own_address(host))
         self._node_id = node_id
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         keys = None if tls is None else tls.read()
@@ -93,7 +93,7 @@ class PageExchangeProcess:
             is_shared=uses_memory,
         )
         bound = self._server.start(host, port)
-        self._address = address_of(advertise or _reachable(host), bound)
+        self._address = str(Endpoint(bare_host(advertise) if advertise else _reachable(host), bound))
         self._fetcher.start()
         self._link.start()
         self._is_stopped = False
@@ -153,7 +153,7 @@ def keep_freed_memory() -> None:
 
 
 def _reachable(host: str) -> str:
-    if host.strip("[]") not in _WILDCARDS:
+    if not Endpoint(host, 0).is_everywhere:
         return host
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 

@@ -22,6 +22,7 @@ from kvtier.cluster.exchange_node import NodeGone, NodeLink, NodeSession
 from kvtier.cluster.exchange_sender import PageSender
 from kvtier.proto import page_transfer_pb2
 from kvtier.tier.peer import PagesRequest
+from kvtier.workers.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class ExchangeServer:
 
     def start(self, host: str, port: int) -> int:
         """Listen; the port. Raises OSError with the way out."""
-        address = wire.address_of(host, port)
+        address = str(Endpoint(host, port))
         try:
             if self._tls is None:
                 bound = self._server.add_insecure_port(address)
@@ -121,9 +122,9 @@ class ExchangeServer:
                 credentials = grpc.ssl_server_credentials([pair], self._tls.ca, require_client_auth=True)
                 bound = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise OSError(wire.why_not_bound(host, port)) from error
+            raise OSError(wire.why_not_bound(Endpoint(host, port))) from error
         if not bound:
-            raise OSError(wire.why_not_bound(host, port))
+            raise OSError(wire.why_not_bound(Endpoint(host, port)))
         self._server.start()
         self._watcher.start()
         return bound

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
+from kvtier.cluster.addresses import bind_error
 from kvtier.proto import page_transfer_pb2
 from kvtier.tier.page import Buffer, PageCorrupt
 from kvtier.tier.peer import FRAME_BYTES, KEY_BYTES, Ending, PagesRequest
+from kvtier.workers.endpoints import Endpoint
 
 PROTOCOL = 1
 SERVICE = page_transfer_pb2.DESCRIPTOR.services_by_name["PageTransfer"].full_name
@@ -71,25 +73,15 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def address_of(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 host in brackets."""
-    bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
-
-
-def why_not_bound(host: str, port: int) -> str:
+def why_not_bound(where: Endpoint) -> str:
     """Why nothing can listen there; gRPC itself only says that it failed."""
-    bare = host.strip("[]")
     reason, way_out = "it can't be bound", "set transfer.port to another (0: any free one)"
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probe:
-            probe.bind((bare, port))
-    except OSError as error:
+    if error := bind_error(where):
         reason = error.strerror or str(error)
         is_of_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         if is_of_host:
             way_out = "leave transfer.host empty, or set it to a network that each node has an address in, such as 10.1.0.0/16"
-    return f"can't listen on {address_of(host, port)}: {reason}; {way_out}"
+    return f"can't listen on {where}: {reason}; {way_out}"
 
 
 # ---- requests --------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -18,12 +16,14 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.config import GrpcConfig, TLSConfig
 from kvtier.cluster.gateway_cache import CacheVerbs
 from kvtier.cluster.gateway_core import GatewayCore
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.proto import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import QueueFull
+from kvtier.workers.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class GatewayServer:
         await self._set_serving(True)
         await self._server.start()
         self._watch = asyncio.ensure_future(self._watch_health())
-        return _address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host), port)
+        return str(Endpoint(host, port).from_here())
 
     async def _watch_health(self) -> None:
         while True:
@@ -95,7 +95,7 @@ class GatewayServer:
         await self._server.stop(grace_s)
 
     def _bind(self, host: str, port: int) -> int:
-        address = _address(host, port)
+        address = str(Endpoint(host, port))
         credentials = _credentials(self._config.tls) if self._config.tls else None
         try:
             if credentials is not None:
@@ -107,11 +107,6 @@ class GatewayServer:
         if not bound:
             raise GatewayError(_why_not(host, port))
         return bound
-
-
-def _address(host: str, port: int) -> str:
-    bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def _options(max_message_bytes: int, max_generates: int) -> list[tuple[str, int]]:
@@ -151,14 +146,10 @@ def _pem(path: str, name: str) -> bytes:
 
 def _why_not(host: str, port: int) -> str:
     """Why nothing can listen there; gRPC itself only says that it failed."""
-    bare = host.strip("[]")
-    reason = "it can't be bound"
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probe:
-            probe.bind((bare, port))
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-    return f"can't listen on {_address(host, port)}: {reason}; set grpc.port to another (0: any free one)"
+    where = Endpoint(host, port)
+    error = bind_error(where)
+    reason = error.strerror or str(error) if error else "it can't be bound"
+    return f"can't listen on {where}: {reason}; set grpc.port to another (0: any free one)"
 
 
 class _Unreadable:

@@ -22,6 +22,7 @@ from kvtier.cluster.raylets import Raylets, RayUnavailable
 from kvtier.cluster.scout import Ground, Scout, ScoutError, cores_here, tls_refusal
 from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
 from kvtier.cluster.watch import Part, Watch, first_line, last_line, log, made, start_gateway, who
+from kvtier.workers.endpoints import Endpoint
 
 DRAIN_S = 30.0  # for pages that are not on SSD yet
 FINISH_S = 5.0  # for requests that are running
@@ -133,7 +134,7 @@ class Launched:
         listening = start_gateway(self._parts)
         self.endpoint = _await("gateway", listening, lambda: progress("opening the gateway"))
         gateway.make = partial(
-            actors.gateway, int(self.endpoint.rsplit(":", 1)[1])
+            actors.gateway, Endpoint.parse(self.endpoint).port
         )  # the same port from now on
         status = _await("gateway", gateway.handle.status.remote(), lambda: None)
         self.has_tokenizer = bool(status.model.tokenizer_digest)

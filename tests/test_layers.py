@@ -53,7 +53,7 @@ NEVER = {
 PURE_WORKERS = (
     *("sequence", "page_table", "scheduler"),
     *("frames", "page_cache", "page_pool", "pooled_pages"),
-    *("ghosts", "ranks", "turns", "costs", "expected"),
+    *("ghosts", "ranks", "turns", "costs", "expected", "endpoints"),
     *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1", "handover"),
     *("group_plan", "group_share"),
 )

@@ -15,6 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from kvtier.workers.api import Output
+from kvtier.workers.endpoints import Endpoint
 
 MAX_HELLO_BYTES = 4096
 MAX_FRAME_BYTES = 64 * 2**20  # of one step's outputs; a longer one can't be ours
@@ -56,8 +57,8 @@ class OutputSender:
     @classmethod
     def connect(cls, address: str, secret: bytes, worker_id: str, timeout_s: float = 10.0) -> OutputSender:
         """Connect to a gateway's HOST:PORT. Raises OSError when nothing takes the connection."""
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+        where = Endpoint.parse(address)
+        connection = socket.create_connection((where.host, where.port), timeout=timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(connection)

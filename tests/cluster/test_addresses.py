@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import psutil
 import pytest
 from peer_stub import SECRET, stub
 
-from kvtier.cluster.addresses import own_address, unreachable
+from kvtier.cluster.addresses import bind_error, is_own, own_address, unreachable
 from kvtier.cluster.exchange import PageExchangeProcess
 from kvtier.cluster.exchange_wire import why_not_bound
+from kvtier.workers.endpoints import Endpoint
 
 NOBODYS = "203.0.113.0/24"  # set apart for documentation
 
@@ -53,14 +55,14 @@ def test_an_exchange_listens_at_its_own_address_in_the_network_and_is_reached_th
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
 def test_a_host_that_cannot_be_listened_at_is_blamed_and_not_the_port(host: str) -> None:
-    said = why_not_bound(host, 0)
+    said = why_not_bound(Endpoint(host, 0))
 
     assert "transfer.host" in said and "10.1.0.0/16" in said and "transfer.port" not in said
 
 
 def test_a_port_that_is_taken_is_blamed_and_not_the_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = why_not_bound("127.0.0.1", taken.getsockname()[1])
+        said = why_not_bound(Endpoint("127.0.0.1", taken.getsockname()[1]))
 
     assert "set transfer.port to another" in said and "transfer.host" not in said
 
@@ -71,3 +73,30 @@ def test_nobody_answers_where_nobody_listens() -> None:
         assert unreachable(address) == ""
 
     assert "refused" in unreachable(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::"])
+def test_a_free_port_of_this_machine_can_be_listened_at_and_one_that_is_taken_can_not(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    assert bind_error(Endpoint(host, 0)) is None
+
+    with socket.create_server((host, 0), family=family) as taken:
+        error = bind_error(Endpoint(host, taken.getsockname()[1]))
+
+    assert error is not None and error.errno == errno.EADDRINUSE
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])
+def test_a_host_of_others_cannot_be_listened_at(host: str) -> None:
+    error = bind_error(Endpoint(host, 0))
+
+    assert error is not None and error.errno != errno.EADDRINUSE
+
+
+def test_this_machine_is_known_by_its_loopback_its_addresses_and_its_name() -> None:
+    assert is_own("127.0.0.1") and is_own("::1") and is_own("localhost") and is_own(socket.gethostname())
+    assert not is_own("203.0.113.7") and not is_own("machine.example")
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith("169.254."):
+                assert is_own(one.address) or not psutil.net_if_stats()

@@ -37,6 +37,57 @@ def test_port_0_takes_a_free_port_and_names_it() -> None:
             assert client.status()["endpoint"] == served.endpoint
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("[::1]", "[::1]"),
+        ("::1", "[::1]"),
+        ("::", "[::1]"),
+        ("localhost", "localhost"),
+        ("0.0.0.0", "127.0.0.1"),
+    ],
+)
+def test_a_host_is_listened_at_and_called_however_it_is_written(host: str, reached: str) -> None:
+    with serving(config=GrpcConfig(host=host, port=0)) as served:
+        assert served.endpoint.rpartition(":")[0] == reached
+        with connect(served.endpoint) as client:
+            assert client.status()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_a_proxy_of_the_environment_is_not_asked_for_what_is_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    with serving(config=GrpcConfig(host=host, port=0)) as served, connect(served.endpoint) as client:
+        assert client.status()["in_flight"] == 0
+
+
+def test_a_call_of_another_machine_that_fails_names_the_proxy_it_went_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("https_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    with pytest.raises(
+        ClientError, match=r"through http_proxy=http://127\.0\.0\.1:9; no_proxy=203\.0\.113\.7"
+    ):
+        connect("203.0.113.7:50051", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("endpoint", ["foo", "::1:50051", "http://h:1", "h:99999"])
+def test_an_endpoint_that_is_none_is_refused_before_anything_is_called(endpoint: str) -> None:
+    with pytest.raises(ClientError, match="must be HOST:PORT") as refused:
+        connect(endpoint)
+
+    assert refused.value.exit_code == 2
+
+
 def test_a_port_in_use_is_an_error_that_names_it_and_the_way_out() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any, Literal, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvtier.cluster.addresses import is_own
 from kvtier.proto import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kvtier.workers.endpoints import Endpoint
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or chat [{"role", "content"}]
 
@@ -19,6 +22,7 @@ MAX_REPLY_BYTES = 64 * 2**20  # the server's own limit is lower or equal in any 
 
 CALL_TIMEOUT_S = 60.0  # of calls that touch no page's bytes
 
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC looks
 _USAGE, _UNREACHABLE, _NOT_FOUND = 2, 3, 4  # exit codes beside 1
 _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: _USAGE,
@@ -75,23 +79,44 @@ class Chunk:
 
 
 def connect(endpoint: str, tls: TLSFiles | None = None, *, timeout_s: float = 5.0) -> Client:
-    """Connect to HOST:PORT; ClientError when nothing answers within `timeout_s`."""
-    channel = _channel(endpoint, tls)
+    """Connect to HOST:PORT; ClientError when nothing answers within `timeout_s`.
+
+    A proxy of the environment (http_proxy) is for other machines only: none can reach an address of this one.
+    """
+    try:
+        where = Endpoint.parse(endpoint)
+    except ValueError as error:
+        raise ClientError(f"--endpoint {error}", _USAGE) from error
+    channel = _channel(where, tls)
     try:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             channel.close()
             raise ClientError(
-                f"nothing answers at {endpoint}: is it running there, and with the same TLS settings?",
+                f"nothing answers at {endpoint}: is it running there, and with the same TLS settings?{_proxy_note(where)}",
                 _UNREACHABLE,
                 error.code().name,
             ) from error
     return Client(channel, endpoint)
 
 
-def _channel(endpoint: str, tls: TLSFiles | None) -> grpc.Channel:
+def _proxy_note(where: Endpoint) -> str:
+    """Which proxy stands between."""
+    if is_own(where.host):
+        return ""
+    name = next((name for name in _PROXY_VARIABLES if os.environ.get(name)), "")
+    return (
+        f" It was called through {name}={os.environ[name]}; no_proxy={where.host} calls it directly"
+        if name
+        else ""
+    )
+
+
+def _channel(where: Endpoint, tls: TLSFiles | None) -> grpc.Channel:
+    endpoint = str(where)
     options = [
+        ("grpc.enable_http_proxy", 0 if is_own(where.host) else 1),
         ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
         ("grpc.max_send_message_length", MAX_REPLY_BYTES),
         ("grpc.keepalive_time_ms", 30_000),

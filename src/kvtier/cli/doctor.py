@@ -25,6 +25,7 @@ from kvtier.cli.state import StateFolder
 from kvtier.cli.supervisor import cannot_listen
 from kvtier.cli.tables import table
 from kvtier.cli.up import SetOption
+from kvtier.workers.endpoints import Endpoint
 from kvtier.workers.model_store import default_cache, known, list_models
 
 if TYPE_CHECKING:
@@ -211,13 +212,13 @@ def _lmdb(config: Config) -> list[Check]:
 def _port(config: Config) -> list[Check]:
     host, port = config.grpc.host, config.grpc.port
     running = StateFolder(state_dir()).running()
-    if running and running.endpoint.endswith(f":{port}"):
+    if running and running.endpoint and Endpoint.parse(running.endpoint).port == port:
         return [
             Check("port", "ok", f"{running.endpoint} is served by the running deployment (pid {running.pid})")
         ]
     if problem := cannot_listen(host, port):
         return [Check("port", "fail", *problem)]
-    return [Check("port", "ok", f"{host}:{port} is free")]
+    return [Check("port", "ok", f"{Endpoint(host, port)} is free")]
 
 
 def _model(config: Config) -> list[Check]:

@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvtier.cli.common import CliError, state_dir
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
+from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.environment import prepare
 from kvtier.cluster.leftovers import Stamp, descendants, end, lasting, remove, stamp_of
 from kvtier.kernels.cpu.build import BuildError, load_library
+from kvtier.workers.endpoints import Endpoint
 from kvtier.workers.model_store import ModelError, default_cache, resolve
 
 if TYPE_CHECKING:
@@ -30,17 +31,14 @@ _WATCH_S = 0.5  # how often it looks whether all parts live
 
 def cannot_listen(host: str, port: int) -> tuple[str, str] | None:
     """Why nothing can listen there, and the way out; None when it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        reason = f"can't listen on {host}:{port}: {error.strerror}"
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            return reason, "--set grpc.port=0 takes any free one"
-        return reason, "grpc.host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
-    return None
+    where = Endpoint(host, port)
+    error = bind_error(where)
+    if error is None:
+        return None
+    reason = f"can't listen on {where}: {error.strerror}"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return reason, "--set grpc.port=0 takes any free one"
+    return reason, "grpc.host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
 
 
 class View(Protocol):
