@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 
 Page = TypeVar("Page", LoadPage, SavePage)
 
-# The first steps of a large model compile kernels. A leader that waits counts as turning for as long (see Pulse): so it is
-# the group that says which rank stands still, whatever cluster.stalled_after_s is.
+# Of a step. Kernels are compiled while the ranks load (warm_up.py), so what a step can still compile is rare. A leader that waits
+# counts as turning (see Pulse): the group names the rank that is stalled, whatever cluster.stalled_after_s is.
 PATIENCE_S = 45.0
 _MEET_STEP_S = 0.1
 LOAD_S = 1800.0  # of large models' weights from a slow disk

@@ -183,7 +183,8 @@ def load_runner(
     timedecay. `l4_format` names what L4 keeps instead ("": the same). `window` and `sinks` are those of requests that
     say nothing. With `share_arena` other workers on the node can open the arena, at the price of small pages on a CPU
     (attention reads a tenth slower there, measured). With a `share` the runner is one rank's, of a group whose ranks sum
-    by `reduce` and load the same at the same time; `l1_bytes` are those of each rank. Raises ValueError or
+    by `reduce` and load the same at the same time; `l1_bytes` are those of each rank. On a GPU all kernels are compiled
+    before it returns (warm_up.py), which takes minutes where none is in Triton's cache. Raises ValueError or
     FileNotFoundError with the way out.
     """
     cache = cache_dir or default_cache()
@@ -233,7 +234,7 @@ def load_runner(
     computed_by = f"{model.kind}, {kernels.name}{ranks}" if invariant else model.kind
     if model.invariant:
         torch.set_num_threads(1)  # little is left to torch; its threads would be in our threads' way
-    return Runner(
+    runner = Runner(
         model=model,
         kernels=kernels,
         shape=shape,
@@ -255,6 +256,11 @@ def load_runner(
         window=window,
         sinks=sinks,
     )
+    if device.type != "cpu":
+        from kvtier.workers.warm_up import warm_up  # not above: it imports this module
+
+        warm_up(runner)
+    return runner
 
 
 def _device(share: Share) -> torch.device:
