@@ -190,12 +190,9 @@ class StubNode:
             slot = self.host.slot(Place(0, page.grant.slot), self.nbytes)
             envelope = Envelope.unpack(slot)
             envelope.verify(slot[HEADER_BYTES : HEADER_BYTES + self.nbytes])
-            assert (page.key, page.checksum, page.parent) == (
-                envelope.key,
-                envelope.checksum,
-                envelope.parent,
-            )
-            assert page.key == key_of(page.depth)
+            told_of = {name: getattr(page, name) for name in Envelope.__slots__ if name != "payload_bytes"}
+            assert told_of == {name: getattr(envelope, name) for name in told_of}
+            assert (page.key, page.root, page.tenant) == (key_of(page.depth), fetch.root, fetch.tenant)
         return {page.depth for page in pages}
 
     def num_leases(self) -> int:

@@ -39,12 +39,13 @@ def lender_dies(folder: Path, model: Path, right: Reference, rng: Random) -> Non
         process = there.process("worker-1")
         load = scene.load(asked, "worker-0")
         scene.pause(0.6)
+        was_over = load.is_over
         process.kill()
         scene.finish(load)
         there.has_returned("worker-1", 1)
         scene.end(asked[:3])
-    if not lent:
-        raise Missed("no page was lent")
+    if was_over or not lent:
+        raise Missed("no page was lent" if not lent else "all requests had ended")
 
 
 def two_clusters(folder: Path, model: Path, right: Reference, rng: Random) -> None:
@@ -58,15 +59,19 @@ def two_clusters(folder: Path, model: Path, right: Reference, rng: Random) -> No
         assert not beside.ask(first)[0].cached, "a page of the other cluster"
         pids = _pids(two)
         load = beside.load(beside.questions(6, MIDDLE, 24))
+        was_over = load.is_over
         one.kill("worker-0")
         one.kill("cache node node-0")
         beside.finish(load)
-        one.has_returned("worker-0", 1)
+        for part in ("worker-0", "cache node node-0"):
+            one.has_returned(part, 1)
         here.end(asked)
         assert _pids(two) == pids, "a process of the other cluster is not what it was"
         one.down()
         assert _pids(two) == pids, "a process of the other cluster is not what it was"
         beside.end(asked)
+    if was_over:
+        raise Missed("all requests had ended")
 
 
 def other_weights(folder: Path, model: Path, right: Reference, rng: Random) -> None:

@@ -59,13 +59,13 @@ def worker_in_decode(scene: Scene, lose: Callable[[psutil.Process], None]) -> No
     process = scene.there.process(victim)
     load = scene.load(asked, victim)
     load.until_given(scene.rng.randint(1, 120))
-    was_over = load.is_over
+    is_decoding = load.is_decoding
     lose(process)
     scene.finish(load)
     scene.there.has_returned(victim, deaths + 1)
     scene.end(asked[:2])
-    if was_over:
-        raise Missed("all requests had ended")
+    if not is_decoding:
+        raise Missed("no request was in decode")
 
 
 def both_workers(scene: Scene) -> None:
@@ -74,12 +74,15 @@ def both_workers(scene: Scene) -> None:
     processes = [scene.there.process(worker) for worker in deaths]
     load = scene.load(asked)
     load.until_given(scene.rng.randint(1, 60))
+    was_over = load.is_over
     for process in processes:
         process.kill()
     scene.finish(load, may_fail=True)
     for worker, count in deaths.items():
         scene.there.has_returned(worker, count + 1)
     scene.end(asked[:2])
+    if was_over:
+        raise Missed("all requests had ended")
 
 
 def cache_node(scene: Scene) -> None:
@@ -92,12 +95,15 @@ def cache_node(scene: Scene) -> None:
     process = scene.there.process(part)
     load = scene.load(scene.questions(6, MIDDLE, 24), "worker-1")
     scene.pause(0.8)
+    was_over = load.is_over
     process.kill()
     scene.finish(load)
     scene.there.has_returned(part, deaths + 1)
     scene.there.settled()
     scene.reads_l4(kept)
     scene.end(kept)
+    if was_over:
+        raise Missed("all requests had ended")
 
 
 def directory(scene: Scene) -> None:
@@ -105,11 +111,14 @@ def directory(scene: Scene) -> None:
     process = scene.there.process("directory")
     load = scene.load(scene.questions(8, MIDDLE, 16))
     scene.pause(0.8)
+    was_over = load.is_over
     process.kill()
     scene.finish(load)
     scene.there.has_returned("directory", deaths + 1)
     scene.fetches_again()
     scene.end()
+    if was_over:
+        raise Missed("all requests had ended")
 
 
 def gateway(scene: Scene) -> None:
@@ -137,8 +146,9 @@ def exchange(scene: Scene, part: str) -> None:
     process = scene.there.process(part)
     scene.there.set(wire={"node-0": "slow"})
     load = scene.load(asked, "worker-1")
-    is_fetching = scene.until_fetching(load)
+    scene.until_fetching(load)
     scene.pause(0.5)
+    is_fetching = scene.is_fetching
     process.kill()
     scene.finish(load)
     scene.there.set()
@@ -159,7 +169,7 @@ def cut_off(scene: Scene) -> None:
         scene.pause(0.5)
         scene.there.set(wire={"node-0": "cut"})
 
-    scene.fetching(("deadline", "load_failed"), cut, wire={"node-0": "slow"})
+    scene.fetching("cut", ("deadline", "load_failed"), cut, wire={"node-0": "slow"})
     scene.fetches_again()
     scene.end()
 
@@ -183,27 +193,31 @@ def silent_at_home(scene: Scene) -> None:
     """The exchange that a node fetches by stands still: the node's orders are not answered."""
     asked = scene.questions(6, MIDDLE, 8)
     scene.spread(asked, "worker-0")
+    before = scene.late_pages("cache node node-1")
     with scene.there.stopped("exchange of node-1"):
         scene.ask(asked, "worker-1")
+        was_late = scene.late_pages("cache node node-1") > before
     scene.fetches_again()
     scene.end(asked)
+    if not was_late:
+        raise Missed("no order was given")
 
 
 def slow(scene: Scene) -> None:
-    scene.fetching(("deadline", "load_failed"), wire={"node-0": "slow"})
+    scene.fetching("slow", ("deadline", "load_failed"), wire={"node-0": "slow"})
     scene.fetches_again()
     scene.end()
 
 
 def noisy(scene: Scene) -> None:
     """Bits flip on the way, in what gRPC says too."""
-    scene.fetching(("corrupt", "load_failed", "deadline"), wire={"node-0": "flip"})
+    scene.fetching("flip", ("corrupt", "load_failed", "deadline"), wire={"node-0": "flip"})
     scene.fetches_again()
     scene.end()
 
 
 def lie(scene: Scene, what: str) -> None:
-    scene.fetching(("corrupt",), lie=what)
+    scene.fetching("lie", ("corrupt",), lie=what)
     scene.fetches_again()
     scene.end()
 
@@ -216,11 +230,12 @@ def disk(scene: Scene, wrong: str) -> None:
     kept = scene.questions(2, MIDDLE, 8)
     scene.ask(kept, "worker-1")
     scene.there.settled()
-    notes = scene.notes(NO_WRITES)
+    notes, hits = scene.notes(NO_WRITES), scene.there.hits("disk")
     scene.there.set(disk=wrong)
     scene.there.settled()
     pages = scene.tier("L4", "pages")  # not before: what was about to be written may still have been
     scene.until_no_writes(notes, "worker-1")
+    assert scene.there.hits("disk") > hits, "no write failed, and a note says that one did"
     assert scene.tier("L4", "pages") <= pages, "pages were written to a disk that takes none"
     scene.reads_l4(kept)
     scene.there.set()
@@ -245,15 +260,19 @@ def clock(scene: Scene) -> None:
     """Of each process to another time, back and forth, while requests run."""
     pids = [part["pid"] for part in scene.there.parts().values()] + [scene.there.process("gateway").pid]
     load = scene.load(scene.questions(8, MIDDLE, 24), "worker-0", "worker-1")
+    hits = scene.there.hits("clock")
     for _ in range(5):
         scene.there.set(
             clock={str(pid): scene.rng.choice((-1, 1)) * scene.rng.uniform(1, 4e7) for pid in pids}
         )
         scene.pause(0.3)
+    was_over, jumps = load.is_over, scene.there.hits("clock") - hits
     scene.finish(load)
     scene.there.set()
     scene.fetches_again()
     scene.end()
+    if was_over or not jumps:
+        raise Missed(f"{jumps} clocks jumped while requests ran")
 
 
 FAULTS = [

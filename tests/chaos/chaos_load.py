@@ -141,6 +141,14 @@ class Load:
     def is_over(self) -> bool:
         return all(answer.is_over for answer in self.answers)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Some request has had a token, and is to get more."""
+        return any(
+            answer.tokens and len(answer.tokens) < answer.question.max_tokens and not answer.is_over
+            for answer in self.answers
+        )
+
     def until_given(self, tokens: int) -> None:
         """Until so many tokens have come, or no more will."""
         until(lambda: self.given >= tokens or self.is_over, f"{tokens} tokens", PATIENCE_S)

@@ -27,7 +27,7 @@ from chaos_deployments import OWN_FAULTS, OwnFault
 from chaos_faults import FAULTS, Fault
 from chaos_load import Reference, reference
 from chaos_root import Unable
-from chaos_scene import Missed, Scene
+from chaos_scene import Scene, until_hit
 from tiny_models import make_tiny_llama
 
 BEGIN, END = "<!-- rows: make chaos -->", "<!-- end of rows -->"
@@ -42,21 +42,22 @@ class Tally:
     """How often each fault was tried, and hit what it is meant for."""
 
     tried: Counter[str] = field(default_factory=Counter)
-    missed: Counter[str] = field(default_factory=Counter)  # too early or too late
+    missed: Counter[str] = field(default_factory=Counter)  # of these, too early or too late
     broken: dict[str, str] = field(default_factory=dict)  # the law, by fault: how
 
-    def count(self, name: str, make: Callable[[], None]) -> str:
-        """Make a fault; what came of it, in words."""
+    def count(self, name: str, make: Callable[[int], None]) -> str:
+        """Make a fault until it hits; what came of it, in words."""
         said = "holds"
         try:
-            make()
+            missed = until_hit(make)
         except Unable as unable:
             return f"not tried: {unable}"
-        except Missed as missed:
-            self.missed[name] += 1
-            said = f"holds, though not in time ({missed})"
         except AssertionError as error:
             self.broken[name] = said = f"BROKEN: {error}"
+        else:
+            self.missed[name] += len(missed)
+            self.tried[name] += len(missed)
+            said += f", and held when it came at no good moment ({'; '.join(missed)})" if missed else ""
         self.tried[name] += 1
         return said
 
@@ -106,27 +107,32 @@ class Run:
 
     def _shuffled(
         self, stack: ExitStack, shared: list[Deployment], folder: Path, model: Path, right: Reference
-    ) -> Iterator[tuple[str, Callable[[random.Random], None]]]:
+    ) -> Iterator[tuple[str, Callable[[random.Random, int], None]]]:
         for fault in self._rng.sample([*FAULTS, *OWN_FAULTS], len(FAULTS) + len(OWN_FAULTS)):
             if self._only not in fault.name:
                 continue
             if isinstance(fault, OwnFault):
-                own = Path(tempfile.mkdtemp(dir=folder))
-                yield fault.name, partial(fault.make, own, model, right)
+                yield fault.name, partial(_alone, fault, folder, model, right)
                 continue
             if not shared:
                 shared.append(stack.enter_context(two_nodes(folder / "two", model)))
             yield fault.name, partial(_on, fault, shared[0], right)
 
-    def _try(self, name: str, make: Callable[[random.Random], None], number: int) -> None:
+    def _try(self, name: str, make: Callable[[random.Random, int], None], number: int) -> None:
         rng = random.Random(self._rng.randrange(2**32))
         began = time.monotonic()
         said = self.tally.count(name, partial(make, rng))
         print(f"round {number + 1}: {name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
-def _on(fault: Fault, there: Deployment, right: Reference, rng: random.Random) -> None:
+def _on(fault: Fault, there: Deployment, right: Reference, rng: random.Random, number: int) -> None:
     fault.make(Scene(there, right, rng))
+
+
+def _alone(
+    fault: OwnFault, folder: Path, model: Path, right: Reference, rng: random.Random, number: int
+) -> None:
+    fault.make(Path(tempfile.mkdtemp(dir=folder)), model, right, rng)
 
 
 def report(file: Path, tally: Tally) -> None:

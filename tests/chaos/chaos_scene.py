@@ -18,8 +18,27 @@ WRITES = 20  # rounds in which a page must go to L4
 NO_WRITES = "L4 takes no writes"
 
 
+TRIES = 3  # of a fault that hits nothing
+
+
 class Missed(Exception):
     """The fault came too late or too early to hit what it is meant for: try once more."""
+
+
+def until_hit(make: Callable[[int], None]) -> list[str]:
+    """Make a fault, by the number of the try, until it hits what it is meant for.
+
+    Why the tries before that one missed; AssertionError when all of some tries did.
+    """
+    missed: list[str] = []
+    for number in range(TRIES):
+        try:
+            make(number)
+        except Missed as why:
+            missed.append(str(why))
+        else:
+            return missed
+    raise AssertionError(f"the fault hit nothing in {TRIES} tries: {'; '.join(missed)}")
 
 
 class Scene:
@@ -71,14 +90,14 @@ class Scene:
             PATIENCE_S,
         )
 
-    def until_fetching(self, load: Load) -> bool:
-        """Until node-1 fetches pages; False when the load is over before it is seen to."""
+    def until_fetching(self, load: Load) -> None:
+        """Until node-1 fetches pages, or the load is over."""
+        until(lambda: load.is_over or self.is_fetching, "a fetch", PATIENCE_S)
 
-        def fetches() -> bool:
-            return bool(self.there.ask("exchange of node-1", "stats")["fetches"])
-
-        until(lambda: load.is_over or fetches(), "a fetch", PATIENCE_S)
-        return not load.is_over
+    @property
+    def is_fetching(self) -> bool:
+        """Whether node-1 fetches pages now."""
+        return bool(self.there.ask("exchange of node-1", "stats")["fetches"])
 
     def spread(self, asked: Sequence[Question], worker: str) -> None:
         """Have the pages of these questions, and no others, on a worker's node alone, and the directory know it."""
@@ -98,26 +117,30 @@ class Scene:
         )
 
     def fetching(
-        self, reasons: Sequence[str], during: Callable[[], None] = lambda: None, **faults: Any
+        self, fault: str, reasons: Sequence[str], during: Callable[[], None] = lambda: None, **faults: Any
     ) -> None:
-        """Ask node-1 for what node-0 has, with faults on, until a fetch failed for one of these reasons.
+        """Ask node-1 for what node-0 has, with faults on, until `fault` was made and a fetch failed for one of these reasons.
 
-        `during` is called while the requests run. Raises Missed when no fetch failed in some rounds.
+        `during` is called while the requests run. Raises Missed when the fault was not made in some rounds, and
+        AssertionError when it was, and no fetch failed for that.
         """
+        made = 0
         for _ in range(ROUNDS):
             asked = self.questions(6, MIDDLE, 8)
             self.spread(asked, "worker-0")
-            before = self.there.fetch_failures()
+            before, hits = self.there.fetch_failures(), self.there.hits(fault)
             self.there.set(**faults)
             load = self.load(asked, "worker-1")
             during()
             self.finish(load)
             self.there.set()
             self.there.settled()
-            after = self.there.fetch_failures()
-            if any(after.get(reason, 0) > before.get(reason, 0) for reason in reasons):
+            after, was_made = self.there.fetch_failures(), self.there.hits(fault) > hits
+            made += was_made
+            if was_made and any(after.get(reason, 0) > before.get(reason, 0) for reason in reasons):
                 return
-        raise Missed(f"no fetch failed of {reasons}, only {after}")
+        assert not made, f"in {made} rounds with the fault no fetch failed of {reasons}, only {after}"
+        raise Missed(f"{fault}: no page came to it")
 
     # ---- laws ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +182,10 @@ class Scene:
 
     def tier(self, name: str, field: str) -> Any:
         return self.there.client.stats()["tiers"][name][field]
+
+    def late_pages(self, node: str) -> int:
+        """Pages that a node had ordered from others, and gave up since they did not come in time."""
+        return int(self.there.ask(node, "stats")["fetches"]["failed_pages"].get("deadline", 0))
 
     def notes(self, text: str) -> int:
         """Notes of all nodes that say this."""

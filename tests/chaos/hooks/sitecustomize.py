@@ -16,11 +16,12 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 _real_time = time.time
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class Faults:
@@ -41,11 +42,26 @@ class Faults:
         return self._now.get(name)
 
 
+def hit(fault: str) -> None:
+    """A fault has just been made: `Deployment.hits` counts these, over all processes and their lives."""
+    file = os.open(Path(os.environ["KVTIER_CHAOS"]) / f"hits-{os.getpid()}", FLAGS, 0o600)
+    try:
+        os.write(file, f"{fault}\n".encode())
+    finally:
+        os.close(file)
+
+
 def jump_clock(faults: Faults) -> None:
     """The wall clock of a process is off by so many seconds; the monotonic one is as it is."""
+    last = 0.0
 
     def jumping() -> float:
-        return _real_time() + (faults("clock") or {}).get(str(os.getpid()), 0.0)
+        nonlocal last
+        off_s = (faults("clock") or {}).get(str(os.getpid()), 0.0)
+        if off_s != last:
+            last = off_s
+            hit("clock")
+        return _real_time() + float(off_s)
 
     time.time = jumping
 
@@ -72,6 +88,7 @@ def full_disk(slab: Any, faults: Faults) -> None:
 
         def call(*arguments: Any) -> Any:
             if wrong := faults("disk"):
+                hit("disk")
                 raise OSError(getattr(errno, wrong), os.strerror(getattr(errno, wrong)))
             return real(*arguments)
 
@@ -80,34 +97,19 @@ def full_disk(slab: Any, faults: Faults) -> None:
     slab.os = Instead(os, **{name: failing(name) for name in ("pwrite", "pwritev", "posix_fallocate")})
 
 
-def lying_pages(sender: Any, faults: Faults) -> None:
+def lying_pages(sender: Any, faults: Any, rng: random.Random | None = None) -> None:
     """One page of each frame is not what it should be, in the way that the fault "lie" names."""
-    from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, page_checksum
+    from chaos_lies import lied
 
     real = sender.wire.pages_frame
 
     def pages_frame(parts: Any) -> bytes:
         lie = faults("lie")
-        if not lie or len(parts) % 2:
+        if not lie:
             return bytes(real(parts))
-        parts = [bytes(part) for part in parts]
-        at = 2 * random.randrange(len(parts) // 2)
-        head, payload = parts[at], parts[at + 1]
-        if lie == "bit":
-            bit = random.randrange(8 * len(payload))
-            payload = (
-                payload[: bit // 8] + bytes([payload[bit // 8] ^ 1 << bit % 8]) + payload[bit // 8 + 1 :]
-            )
-        elif lie == "short":
-            payload = payload[: random.randrange(len(payload))]
-        else:
-            envelope = Envelope.unpack(head)
-            changed = {lie: os.urandom(len(getattr(envelope, lie)))}
-            envelope = replace(envelope, **changed)
-            whole = page_checksum(envelope.key, envelope.variant, envelope.spec_digest, payload)
-            head = replace(envelope, checksum=whole).pack() + head[PACKED_ENVELOPE_BYTES:]
-        parts[at : at + 2] = [head, payload]
-        return bytes(real(parts))
+        frame = lied(b"".join(parts), lie, rng or random.Random())
+        hit("lie")
+        return bytes(real([frame]))
 
     sender.wire = Instead(sender.wire, pages_frame=pages_frame)
 
@@ -255,19 +257,25 @@ class Proxy:
                 end.close()
 
     def _send(self, sink: socket.socket, data: bytes, is_back: bool) -> None:
+        was_cut = False
         while data:
             mode = self._mode()
             if mode == "cut":
+                if not was_cut:
+                    hit("cut")
+                was_cut = True
                 time.sleep(0.02)
                 continue
             piece = data
             if mode == "slow" and is_back:
                 time.sleep(0.1)
                 piece = data[:100]
+                hit("slow")
             sent = piece
             if mode == "flip" and is_back and len(piece) > 1000:
                 at = random.randrange(len(piece))
                 sent = piece[:at] + bytes([piece[at] ^ 1 << random.randrange(8)]) + piece[at + 1 :]
+                hit("flip")
             sink.sendall(sent)
             data = data[len(piece) :]
 
