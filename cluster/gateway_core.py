@@ -170,7 +170,8 @@ class GatewayCore(Flights):
         )
         held = await self._held(request)
         self._check_unused(request_id)  # again: another may have taken it while this prompt was read
-        stream = Stream(request, self.text, stops, self.info.eos_ids)
+        continues = message.WhichOneof("prompt") != "chat"
+        stream = Stream(request, self.text, stops, self.info.eos_ids, continues)
         self._place(stream, held, wanted=message.worker)
         self._streams[request_id] = stream
         return stream

@@ -145,13 +145,15 @@ class Stream:
         text: Text | None,
         stops: tuple[str, ...],
         eos_ids: tuple[int, ...],
+        continues: bool = True,
     ) -> None:
+        """`continues`: its text goes on from the prompt's, as an answer in a chat doesn't."""
         self.request = request
         self.attempts: list[Attempt] = []
         self.sequences = [
             Sequence(
                 index,
-                text.detokenizer() if text else None,
+                text.detokenizer(request.token_ids if continues else ()) if text else None,
                 StopScanner(stops) if stops else None,
                 request.sampling.min_tokens,
             )

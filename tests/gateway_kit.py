@@ -66,6 +66,28 @@ def make_byte_tokenizer(folder: Path, *, template: str = TEMPLATE, more: Sequenc
     return folder
 
 
+def make_piece_tokenizer(folder: Path) -> Path:
+    """SentencePiece's ways as Llama 2 has them: a space before the first word, and bytes for unknown characters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "</s>", "<s>", space, *"abcdefgh"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<0x00>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>"), AddedToken("<s>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    wrapped.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    wrapped.save_pretrained(folder)
+    return folder
+
+
 def echo_info(
     worker_id: str = "w0",
     digest: str = "",

@@ -80,6 +80,9 @@ class Text:
         """`tokenizer` is a fast tokenizer of transformers."""
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        # tokenizer.json often keeps those of a training run; here a text's ids are all of them and no others.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.digest = digest
         template = tokenizer.chat_template
         self.chat_template_digest = _template_digest(template) if template else ""
@@ -168,9 +171,18 @@ class Text:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one sequence."""
-        return _ByteDetokenizer(self._piece) if self._is_byte_level else _WindowDetokenizer(self.decode)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A fresh one, for one sequence. `prompt`: tokens whose text it continues, as an answer in a chat doesn't.
+
+        The text of `prompt` and what comes out together are the text of all tokens: SentencePiece's decoders leave out
+        the space of a first word, and a continuation's first word is none.
+        """
+        if self._is_byte_level:
+            return _ByteDetokenizer(self._piece)
+        before = prompt[-_HELD_TOKENS:]
+        # Where the prompt ends within a character, the next byte belongs to it and no word begins.
+        whole = before and not self.decode(before).endswith(_REPLACEMENT)
+        return _WindowDetokenizer(self.decode, before if whole else ())
 
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
@@ -217,10 +229,10 @@ class _WindowDetokenizer:
     The window keeps the tokens of the last difference, for decoders that join words by what stands before them.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # the window: tokens of the last difference and those held back
-        self._read = 0  # tokens of the window that have been given out
+        self._ids = list(before)  # the window: tokens of the last difference and those held back
+        self._read = len(self._ids)  # tokens of the window that have been given out
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)

@@ -14,7 +14,17 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_kit import CONTEXT, EOS, IM_START, VOCAB_SIZE, Served, client_id, make_byte_tokenizer, serving
+from gateway_kit import (
+    CONTEXT,
+    EOS,
+    IM_START,
+    VOCAB_SIZE,
+    Served,
+    client_id,
+    make_byte_tokenizer,
+    make_piece_tokenizer,
+    serving,
+)
 from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
@@ -87,6 +97,21 @@ def test_a_chat_is_rendered_and_ends_at_the_models_end_of_sequence(client: Clien
     assert result["text"] == "user\nhi"
     assert result["token_ids"][-1] == EOS
     assert result["finish_reason"] == "stop"
+
+
+def test_a_completion_keeps_the_space_of_its_first_word_and_a_chats_answer_has_none(tmp_path: Path) -> None:
+    """The worker says the prompt again."""
+    pieces = Text.load(make_piece_tokenizer(tmp_path))
+    assert pieces is not None
+    ids = pieces.encode("a b")
+
+    with serving(pieces) as served, connect(served.endpoint) as client:
+        answers = [
+            completion(client.generate(prompt, max_tokens=len(ids)))["text"]
+            for prompt in ("a b", ids, [{"role": "user", "content": "a b"}])
+        ]
+
+    assert answers == [" a b", " a b", "a b"]
 
 
 def test_the_token_that_stops_is_delivered_without_its_text(client: Client) -> None:

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from gateway_kit import EOS, IM_START, make_byte_tokenizer
-from hypothesis import HealthCheck, given, settings
+from gateway_kit import EOS, IM_START, make_byte_tokenizer, make_piece_tokenizer
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.workers.model_text import Text, TextError, tokenizer_digest
@@ -27,33 +27,15 @@ def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 @pytest.fixture(scope="module")
 def piece_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """SentencePiece's ways as Llama 2 has them: a space before the first word, and bytes for unknown characters."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["\N{LOWER ONE EIGHTH BLOCK}", *"abcdefgh"]
-    vocabulary = {
-        token: number for number, token in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])
-    }
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<0x00>", fuse_unk=True)
-    )
-    space = "\N{LOWER ONE EIGHTH BLOCK}"
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens([AddedToken("</s>")])
-    folder = tmp_path_factory.mktemp("pieces")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
-    text = Text.load(folder)
+    """SentencePiece's ways as Llama 2 has them."""
+    text = Text.load(make_piece_tokenizer(tmp_path_factory.mktemp("pieces")))
     assert text is not None
     return text
 
 
-def streamed(text: Text, ids: list[int]) -> list[str]:
+def streamed(text: Text, ids: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
     """What comes out token by token, the end last."""
-    detokenizer = text.detokenizer()
+    detokenizer = text.detokenizer(prompt)
     return [*(detokenizer.push((token_id,)) for token_id in ids), detokenizer.finish()]
 
 
@@ -99,6 +81,57 @@ def test_text_streamed_by_pieces_is_the_text_and_never_broken(piece_text: Text, 
 
     assert "".join(pieces) == piece_text.decode(ids)
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@_SAME_FOLDER
+@given(
+    text=st.text(alphabet="ab c\N{SNOWMAN}\N{LATIN SMALL LETTER E WITH ACUTE}", max_size=80),
+    cut=st.integers(0, 80),
+)
+@example(text="a b", cut=2)
+@example(text="ab", cut=0)
+def test_the_text_of_a_prompt_and_its_continuation_are_the_text_of_all_tokens(
+    byte_text: Text, piece_text: Text, text: str, cut: int
+) -> None:
+    """SentencePiece's decoder leaves out the space before a first word: the completion of "a" by " b" was "b"."""
+    for model_text in (byte_text, piece_text):
+        ids = model_text.encode(text)
+        prompt, completion = tuple(ids[:cut]), ids[cut:]
+        if "\N{REPLACEMENT CHARACTER}" in model_text.decode(prompt):
+            continue  # it ends within a character
+
+        whole = model_text.decode(prompt) + "".join(streamed(model_text, completion, prompt))
+
+        assert whole == model_text.decode(ids)
+
+
+def test_an_answer_in_a_chat_begins_with_its_first_word(piece_text: Text) -> None:
+    assert "".join(streamed(piece_text, piece_text.encode("a b"))) == "a b"
+
+
+@pytest.mark.parametrize("left_over", ["truncation", "padding"])
+def test_a_prompt_is_neither_cut_nor_padded_as_the_tokenizers_training_was(
+    byte_text: Text, tmp_path: Path, left_over: str
+) -> None:
+    """tokenizer.json often keeps both; transformers switches them off for each call."""
+    settings = {
+        "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "a",
+        },
+    }
+    file = make_byte_tokenizer(tmp_path) / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), left_over: settings[left_over]}))
+    text, messages = Text.load(tmp_path), [{"role": "user", "content": "more than eight bytes"}]
+    assert text is not None
+
+    assert text.encode("more than eight bytes") == byte_text.encode("more than eight bytes")
+    assert text.encode_chat(messages) == byte_text.encode_chat(messages)
 
 
 @_SAME_FOLDER
@@ -173,7 +206,7 @@ def test_a_stream_of_any_length_is_read_a_few_tokens_at_a_time(
     piece_text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Endless streams would else slow down and fill memory, those of silent tokens too."""
-    space, a, end = 256, 257, 265
+    space, a, end = 258, 259, 256
     ids = [space, a] * 50 + [end] * 100 + [space, a] * 50 + [0xFF] * 100 + [end] * 40
     whole, lengths, decode = piece_text.decode(ids), [0], piece_text.decode
 
