@@ -28,6 +28,7 @@ from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
 CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
 L4Format = Literal["", "fp8", "int8", "int4c"]
 MAX_STREAM_TOKENS = 2**24  # of a sequence with a window, prompt and output together
+MAX_STREAM_PROMPT = 2**18  # ... and its prompt: hashing so many tokens takes a worker's step loop some 50 ms
 
 # What pages of a cache format may still become: a page is quantized to 8 bits once, and from 8 bits to 4 once.
 _L4_FORMATS: dict[str, tuple[str, ...]] = {

@@ -184,8 +184,11 @@ class GatewayCore(Flights):
         return self.addresses.hear(await self._holders.lookup(await self._keys(request)))
 
     async def _keys(self, request: EngineRequest) -> list[PageKey]:
-        ids = np.asarray(request.token_ids, np.int32)
-        arguments = self._root, self._salts[request.tenant], ids, self.info.page_tokens
+        ids, root, salt = request.token_ids, self._root, self._salts[request.tenant]
+
+        def make() -> list[PageKey]:
+            return page_keys(root, salt, np.asarray(ids, np.int32), self.info.page_tokens)
+
         if len(ids) < THREADED_PROMPT:
-            return page_keys(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, page_keys, *arguments)
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvtier.cluster.config import MAX_STREAM_TOKENS
+from kvtier.cluster.config import MAX_STREAM_PROMPT, MAX_STREAM_TOKENS
 from kvtier.proto import cache_pb2, inference_pb2
 from kvtier.workers.api import SamplingParams
 from kvtier.workers.model_text import Text, TextError
@@ -19,6 +19,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 64
 MAX_ID_CHARS = 128
+PART_IDS = 1 << 15  # checked in one go: a millisecond
 ROLES = ("system", "user", "assistant", "tool")
 
 Prompted = inference_pb2.GenerateRequest | cache_pb2.LookupRequest
@@ -45,9 +46,14 @@ class Limit:
     tokens: int
     is_windowed: bool = False
 
+    @property
+    def prompt(self) -> int:
+        """How many of them may be the prompt's."""
+        return min(self.tokens, MAX_STREAM_PROMPT) if self.is_windowed else self.tokens
+
     def __str__(self) -> str:
         if self.is_windowed:
-            return f"a request with a window has at most {self.tokens} tokens"
+            return f"a request with a window has at most {self.tokens} tokens, {self.prompt} of them its prompt's"
         return f"max_context is {self.tokens} tokens; a request with a window may be longer"
 
 
@@ -70,8 +76,10 @@ def windowed(request: inference_pb2.GenerateRequest, page_tokens: int) -> tuple[
 
 
 def prompt_size(request: Prompted) -> int:
-    """How much must be read to have the prompt's tokens: characters of text, bytes of a chat, 0 for token ids."""
+    """How much must be read to have the prompt's tokens: characters of text, bytes of a chat, token ids by 16."""
     match request.WhichOneof("prompt"):
+        case "token_ids":
+            return len(request.token_ids.ids) // 16  # an id costs a sixteenth of a character or less
         case "text":
             return len(request.text)
         case "chat":
@@ -87,27 +95,36 @@ def prompt_ids(request: Prompted, text: Text | None, vocab_size: int, limit: Lim
     """
     match request.WhichOneof("prompt"):
         case "token_ids":
-            ids: Sequence[int] = request.token_ids.ids
+            return _given_ids(request.token_ids.ids, vocab_size, limit)
         case "text":
             if not request.text:
                 raise invalid("prompt is empty: text has no characters")
-            ids = _text_ids(request.text, _tokenizer(text), limit.tokens)
+            ids = _text_ids(request.text, _tokenizer(text), limit.prompt)
         case "chat":
-            ids = _chat_ids(request.chat, _tokenizer(text), limit.tokens)
+            ids = _chat_ids(request.chat, _tokenizer(text), limit.prompt)
         case _:
             raise invalid("prompt is missing: send one of text, token_ids or chat")
+    return _given_ids(ids, vocab_size, limit)
+
+
+def _given_ids(ids: Sequence[int], vocab_size: int, limit: Limit) -> tuple[int, ...]:
+    """A prompt's ids, checked; in parts, between which other threads of this process get their turns."""
     if not ids:
         raise invalid("prompt is empty: it has no tokens")
-    if len(ids) > limit.tokens:
+    if len(ids) > limit.prompt:
         raise invalid(f"prompt of {len(ids)} tokens is too long: {limit}")
-    check_vocabulary("prompt", ids, vocab_size)
-    return tuple(ids)
+    found: list[int] = []
+    for start in range(0, len(ids), PART_IDS):
+        part = ids[start : start + PART_IDS]
+        check_vocabulary("prompt", part, vocab_size, start)
+        found += part
+    return tuple(found)
 
 
-def check_vocabulary(what: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that the model doesn't know, naming the first."""
+def check_vocabulary(what: str, ids: Sequence[int], vocab_size: int, start: int = 0) -> None:
+    """Refuse ids that the model doesn't know, naming the first. They are those of `what` from position `start` on."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        position, wrong = next((p, i) for p, i in enumerate(ids) if not 0 <= i < vocab_size)
+        position, wrong = next((p, i) for p, i in enumerate(ids, start) if not 0 <= i < vocab_size)
         raise invalid(
             f"token id {wrong} at position {position} of {what} is out of vocabulary: ids go from 0 to {vocab_size - 1}"
         )

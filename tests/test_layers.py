@@ -70,6 +70,7 @@ PURE = (
                 "coordinator",
                 "stats",
                 "messages",
+                "message_parts",
                 "base",
             ),
             *("ghost_cache", "guard", "hazard", "oldest", "policies", "releases", "run_table", "rvi"),

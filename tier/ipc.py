@@ -23,9 +23,10 @@ import msgspec
 from kvtier.tier.base import Place
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.host import HostTier
+from kvtier.tier.message_parts import parts
 from kvtier.tier.messages import Arena, Grant, Hello, Refused, ToNode, ToWorker, Welcome
 
-MAX_FRAME_BYTES = 16 * 2**20  # several times the longest Locate and Located; anything longer is garbage
+MAX_FRAME_BYTES = 16 * 2**20  # twice the longest message (message_parts.py); anything longer is garbage
 MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
 MAX_CONNECTIONS = 256  # well below a process's usual 1,024 descriptors
 MAX_PATH_BYTES = 107  # sun_path, without its zero
@@ -227,8 +228,8 @@ class NodeServer:
         if connection is None or connection.is_ending:
             return
         try:
-            data = frame(message)
-        except ValueError as error:  # a worker whose own names and chains are that long
+            data = b"".join(map(frame, parts(message)))
+        except ValueError as error:  # a worker whose own names are that long
             self._end(connection, str(error))
             return
         if isinstance(message, Welcome) and self._slab_fd is not None:
@@ -490,8 +491,16 @@ class NodeClient:
             return self._arena_fds.pop(lender, [])
 
     def send(self, message: ToNode) -> None:
-        """Send, in order with other sends. Raises ConnectionError when the connection is over."""
-        data = frame(message)
+        """Send, in order with other sends. Raises ConnectionError when the connection is over.
+
+        A message that is too long, though its lists are sent in parts, ends the connection: what it was to end or to
+        lease is void with that.
+        """
+        try:
+            data = b"".join(map(frame, parts(message)))
+        except ValueError as error:
+            self._socket.shutdown(socket.SHUT_RDWR)  # the reader hears of it, and says `on_closed`
+            raise ConnectionError(f"{type(message).__name__} can't be sent: {error}") from error
         with self._lock:
             if self._is_closing:
                 raise ConnectionError("the connection to the CacheNode is closed")

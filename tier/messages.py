@@ -415,6 +415,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     pages: list[HostPage]
+    peer: list[PeerPage] = []  # in frames of peers, where they were too many for the Located
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

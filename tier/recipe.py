@@ -113,6 +113,7 @@ class ChainNeeds:
 
 HAS_WRITTEN, HAS_DECAYED = 1, 2  # bits of a page's presence
 
+_IS_ANY = bytes([0, *[1] * 255])  # any bits: 1
 Span = tuple[int, int]  # pages [first, end); empty where end <= first
 
 
@@ -133,10 +134,12 @@ def longest_hit(
             pages = pages if gone < 0 else gone
         if need.window.tokens or not (need.any_variant or need.recipe.is_uniform):
             chains.append(_Chain(need, bits, page_tokens))
-    for n in range(pages, first, -1):
+    n = pages
+    while n > first:
         position = min(n * page_tokens, last_position)
         if all(chain.serves(n, position) for chain in chains):
             return n
+        n = min([n - 1, *(chain.longest_within(n - 1) for chain in chains)])
     return first
 
 
@@ -145,9 +148,16 @@ class _Chain:
 
     def __init__(self, need: ChainNeeds, present: bytes, page_tokens: int) -> None:
         self._need, self._page_tokens = need, page_tokens
+        self._present = present.translate(_IS_ANY)
         self._absent = [0, *accumulate(not bits for bits in present)]
         wanted = 0xFF if need.any_variant else HAS_WRITTEN
         self._unwritten = [0, *accumulate(not bits & wanted for bits in present)]
+
+    def longest_within(self, n: int) -> int:
+        """No prefix of at most n pages that is longer than this can serve: its last page isn't there."""
+        if self._need.window.tokens == 1:
+            return n  # the last page isn't attended
+        return self._present.rfind(1, 0, n) + 1
 
     def serves(self, n: int, position: int) -> bool:
         """Whether the first n pages have what rows from `position` on need."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier.message_parts import cut_chains
 from kvtier.tier.messages import (
     Arena,
     ArenaGone,
@@ -199,6 +200,7 @@ class Pager:
         if load.first_page == 0 and seq.length > page_tokens:
             content = seq.content()
         recompute_s = self._recompute_s(seq, load)
+        chains = [_chain(chain, group) for chain, group in zip(load.chains, self._groups, strict=True)]
         self._link.send(
             Locate(
                 request_id=load.lease,
@@ -207,7 +209,7 @@ class Pager:
                 page_tokens=page_tokens,
                 first_page=load.first_page,
                 last_position=load.last_position,
-                chains=[_chain(chain, group) for chain, group in zip(load.chains, self._groups, strict=True)],
+                chains=cut_chains(chains, MOST_KEYS),
                 recompute_s=recompute_s,
                 first_content=content,
                 remotes=[Remote(*remote) for remote in request.spec.remotes],
@@ -477,7 +479,7 @@ class Pager:
         elif isinstance(message, Loaded):
             seq = self._loads.get(message.request_id)
             if seq is not None:
-                self._copy_up(seq, message.pages, now)
+                self._copy_up(seq, [*message.peer, *message.pages], now)
                 self._finish_if_complete(seq, now)
         elif isinstance(message, SavePages):
             self._save_asked(message.pages, now)

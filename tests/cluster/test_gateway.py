@@ -28,8 +28,8 @@ from gateway_kit import (
 from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
-from kvtier.cluster import gateway_streams
-from kvtier.cluster.config import GrpcConfig
+from kvtier.cluster import gateway_requests, gateway_streams
+from kvtier.cluster.config import MAX_STREAM_PROMPT, GrpcConfig
 from kvtier.proto import inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import EngineRequest, FinishReason, Output
 from kvtier.workers.model_text import Text
@@ -244,6 +244,47 @@ def test_the_deployments_window_lets_every_request_be_longer_than_the_context() 
         [request] = served.workers[0].submitted
     assert (len(result["token_ids"]), found["prompt_tokens"]) == (2, CONTEXT + 1)
     assert (request.window, request.sinks) == (0, 0), "the worker knows its own"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_prompt_with_a_window_has_a_bound_that_is_named(client: Client, over: int) -> None:
+    prompt = [1] * (MAX_STREAM_PROMPT + over)
+
+    if not over:
+        assert completion(client.generate(prompt, window=8, max_tokens=1))["token_ids"] == [1]
+        return
+    with pytest.raises(
+        ClientError, match="262145 tokens is too long: .* 262144 of them its prompt's"
+    ) as refused:
+        completion(client.generate(prompt, window=8, max_tokens=1))
+    assert refused.value.status == "INVALID_ARGUMENT"
+
+
+def test_the_ids_of_a_long_prompt_are_checked_off_the_gateways_loop(
+    shared: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: dict[int, int] = {}
+    check = gateway_requests.check_vocabulary
+
+    def noting(what: str, ids: Any, *rest: int) -> None:
+        where[len(ids)] = threading.get_ident()
+        check(what, ids, *rest)
+
+    monkeypatch.setattr(gateway_requests, "check_vocabulary", noting)
+    for tokens in (100, 100_000):
+        completion(client.generate([1] * tokens, window=8, max_tokens=1))
+
+    assert where[100] == shared.call(threading.get_ident)
+    assert shared.call(threading.get_ident) not in [at for size, at in where.items() if size > 1000]
+    assert max(where) <= gateway_requests.PART_IDS
+
+
+def test_an_id_out_of_the_vocabulary_is_found_in_any_part_of_a_long_prompt(client: Client) -> None:
+    for at in (0, 70_000, 99_999):
+        prompt = [1] * 100_000
+        prompt[at] = VOCAB_SIZE
+        with pytest.raises(ClientError, match=f"token id {VOCAB_SIZE} at position {at} of prompt"):
+            completion(client.generate(prompt, window=8))
 
 
 def test_a_model_without_tokenizer_serves_token_ids() -> None:

@@ -14,10 +14,21 @@ from pathlib import Path
 import pytest
 from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, Peer, hello_of, plain_chain, running, wait_until
 
-from kvtier.tier import ipc
+from kvtier.tier import ipc, message_parts
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.ipc import FrameReader, Garbage, NodeClient, NodeRefused, NodeServer, frame
-from kvtier.tier.messages import Grant, Granted, Hello, Locate, Release, ToNode, WantSlots, Welcome
+from kvtier.tier.messages import (
+    Grant,
+    Granted,
+    Hello,
+    Loaded,
+    Locate,
+    Located,
+    Release,
+    ToNode,
+    WantSlots,
+    Welcome,
+)
 from kvtier.tier.service import CacheService
 
 HELLO = hello_of("w0")
@@ -195,6 +206,40 @@ def test_a_client_hears_that_the_node_is_gone_once_and_not_of_its_own_close(tmp_
         staying.client.send(WantSlots(1, PAYLOAD_BYTES))
     staying.close()
     assert not leaving.is_closed.is_set()
+
+
+def test_a_client_whose_message_is_too_long_ends_its_connection_and_raises_nothing_else(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+
+        with pytest.raises(ConnectionError, match=r"Release can't be sent: .* at most"):
+            peer.client.send(Release("x" * ipc.MAX_FRAME_BYTES))
+        assert peer.is_closed.wait(30.0)
+        peer.close()
+
+        assert service.health() is None
+
+
+def test_a_long_list_crosses_in_parts_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_parts, "MAX_ITEMS", 3)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 8)  # one Stored
+        last = len(keys) * peer.page_tokens
+        peer.client.send(
+            Locate("r", peer.root, peer.tenant, peer.page_tokens, 0, last, [plain_chain(keys)], 0.0)
+        )
+
+        located, first, second = peer.hear(Located), peer.hear(Loaded), peer.hear(Loaded)
+
+        came = [page.page for page in (*located.host, *first.pages, *second.pages)]
+        assert came == [(0, i) for i in range(8)]
+        assert located.loading == came[3:]
+        peer.client.send(Release("r"))
+        peer.close()
+        wait_until(service.idle)
 
 
 def test_close_may_be_called_from_the_callback(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from cache_world import can_serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.tier import recipe
 from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, Window, longest_hit
 
@@ -64,6 +65,22 @@ def test_the_longest_hit_is_the_longest_prefix_that_every_chain_can_serve(
         )
     ]
     assert found == max(fits, default=first)
+
+
+def test_a_long_prompt_of_which_little_is_here_is_looked_at_page_by_page_where_something_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ends at which the last page is missing are no prefix, however many there are."""
+    looked: list[int] = []
+    serves = recipe._Chain.serves
+    monkeypatch.setattr(
+        recipe._Chain, "serves", lambda chain, n, at: looked.append(n) or serves(chain, n, at)
+    )
+    present = bytes([HAS_WRITTEN] * 3) + bytes(10**6)
+    need = ChainNeeds(Recipe(PageFormat.BF16), Window(4 * PAGE_TOKENS, 1))
+
+    assert longest_hit([need], [present], 0, len(present) * PAGE_TOKENS, PAGE_TOKENS) == 3
+    assert len(looked) <= 2
 
 
 @given(

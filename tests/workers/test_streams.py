@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from runner_kit import generate as by_hand
 from tiny_models import make_tiny_gemma3
+from waiting import until
 from worker_kit import (
     PAGE_TOKENS,
     Client,
@@ -23,9 +24,11 @@ from worker_kit import (
     tiny_runner,
 )
 
+from kvtier.tier import ipc, message_parts
 from kvtier.tier.base import Outcome
 from kvtier.tier.page import TierName
 from kvtier.tier.recipe import Window
+from kvtier.workers import pager
 from kvtier.workers.roots import MAX_KINDS
 
 WINDOW = {"window": 64, "sinks": 4}
@@ -58,6 +61,39 @@ class Watch:
         for sequence in batch.sequences:
             for group, pages in enumerate(sequence.pages):
                 self.most[group] = max(self.most[group], len(pages.frames))
+
+
+def test_a_prompt_of_more_pages_than_a_node_looks_at_is_served_and_its_first_pages_are_found(
+    roomy: Slowed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One Locate of all keys was too long to be sent, and what that raised ended the step loop."""
+    monkeypatch.setattr(pager, "MOST_KEYS", 50)
+    monkeypatch.setattr(message_parts, "MAX_ITEMS", 8)
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 4000)  # room for 50 keys, and not for 120
+    head, tail = prompt(50 * PAGE_TOKENS), prompt(70 * PAGE_TOKENS + 1, seed=1)
+    with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
+        client.generate(head + tail[:1])
+        sink_to_l3(client.worker, service)
+        connection = client.worker._link.number
+
+        again = client.generate(head + tail)
+
+        assert again.cached == {"L3": 50 * PAGE_TOKENS}
+        assert client.worker._link.number == connection, "no message was too long"
+
+
+def test_a_message_that_is_too_long_costs_the_connection_and_never_the_step_loop(
+    roomy: Slowed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caching(tmp_path), serving(roomy, tmp_path / "s") as client:
+        alone = client.generate(prompt(800), use_cache=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(ipc, "MAX_FRAME_BYTES", 1500)  # a Hello fits, 50 keys do not
+            told = client.generate(prompt(800))
+        until(lambda: client.worker.is_connected, "the worker connects again")
+
+        assert told.tokens == alone.tokens
+        assert client.worker.error is None
 
 
 # ---- endless streams -------------------------------------------------------------------------------------------

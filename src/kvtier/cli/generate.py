@@ -80,7 +80,7 @@ def generate(
         typer.Option(
             metavar="TOKENS",
             help="Each token attends the latest TOKENS only: memory stays flat, and the text may run past the model's context"
-            " (up to 16,777,216 tokens). 0: as configured.",
+            " (up to 16,777,216 tokens, 262,144 of them the prompt's). 0: as configured.",
         ),
     ] = 0,
     sinks: Annotated[
