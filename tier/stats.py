@@ -99,6 +99,7 @@ class RequestTotals:
     computed_tokens: int = 0
     cached_tokens: int = 0
     aborted_prompt_tokens: int = 0  # of requests that ended before a first token
+    failed_requests: int = 0  # ended by an error of their own
     used_page_tokens: int = 0  # filled tokens of the L1 pages held
     held_page_tokens: int = 0  # tokens those pages could hold
 
@@ -115,6 +116,7 @@ class RequestTotals:
             "computed_tokens": self.computed_tokens,
             "cached_tokens": self.cached_tokens,
             "aborted_prompt_tokens": self.aborted_prompt_tokens,
+            "failed_requests": self.failed_requests,
             "page_fill": self.used_page_tokens / self.held_page_tokens if self.held_page_tokens else 1.0,
         }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class QueueFull(Exception):
@@ -28,9 +28,45 @@ class FinishReason(StrEnum):
     PREFILLED = "prefilled"  # not over: what `is_prefill_only` asks for is done, and another worker can go on
 
 
+class Range(NamedTuple):
+    """The values that a sampling parameter may have: `least` to `most`, and 0 too where that means something else."""
+
+    least: float
+    most: float
+    zero: str = ""  # what 0 means
+    is_open: bool = False  # `least` itself is no such value
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
+        if self.zero and value == 0:
+            return True
+        return (self.least < value or (self.least == value and not self.is_open)) and value <= self.most
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"above {self.least} and at most {self.most}"
+        zero = f"0 ({self.zero}) or " if self.zero else ""
+        return f"{zero}from {self.least} to {self.most}"
+
+
+# Within these every request ends well, whatever its model's finite logits. A temperature below 1e-06 is as good as 0, and
+# soon no float32; a repetition penalty far from 1 makes infinities.
+RANGES: dict[str, Range] = {
+    "temperature": Range(1e-6, 100, zero="greedy"),
+    "top_k": Range(1, 2**31 - 1, zero="off"),
+    "top_p": Range(0, 1, is_open=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 100),
+    "seed": Range(0, 2**63 - 1),
+    "logprobs": Range(0, 20),
+    "n": Range(1, 16),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Checked by `validate`; temperature 0 is greedy."""
+    """How the next token is chosen. Checked by `validate`, see RANGES; temperature 0 is greedy."""
 
     max_tokens: int = 128
     min_tokens: int = 0
@@ -53,17 +89,10 @@ class SamplingParams:
                 0 <= self.min_tokens <= self.max_tokens,
                 f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
             ),
-            (0.0 <= self.temperature <= 100.0, f"temperature must be from 0 to 100, got {self.temperature}"),
-            (self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}"),
-            (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, got {self.top_p}"),
-            (0.0 <= self.min_p <= 1.0, f"min_p must be from 0 to 1, got {self.min_p}"),
-            (
-                0.0 < self.repetition_penalty <= 100.0,
-                f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}",
+            *(
+                (getattr(self, name) in allowed, f"{name} must be {allowed}, got {getattr(self, name)}")
+                for name, allowed in RANGES.items()
             ),
-            (0 <= self.logprobs <= 20, f"logprobs must be from 0 to 20, got {self.logprobs}"),
-            (1 <= self.n <= 16, f"n must be from 1 to 16, got {self.n}"),
-            (0 <= self.seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {self.seed}"),
         ]
         for ok, message in checks:
             if not ok:

@@ -173,7 +173,10 @@ class Leaving(Event[tuple[Use, list[list[PageKey]]]], frozen=True):
 
 
 class Finish(Event[None], frozen=True):
-    """A sequence is over; its pages go back, cached ones stay cached."""
+    """A sequence is over; its pages go back, cached ones stay cached.
+
+    Where that is in the middle of a step, its rows are out of it: nothing has been computed for them.
+    """
 
     number: int
     reason: FinishReason
@@ -181,6 +184,8 @@ class Finish(Event[None], frozen=True):
 
     def apply(self, l1: L1, now: float) -> None:
         seq = l1.sequences.pop(self.number)
+        if l1.rows:
+            l1.rows = [row for row in l1.rows if row.seq is not seq]
         l1.scheduler.finish(seq, now, self.reason, self.kind)
 
 

@@ -211,7 +211,9 @@ class DecodeWorker:
             load_deadline_s=load_deadline_ms / 1e3,
             weights=preemption,
         )
-        self._l1 = L1(self._table, self._scheduler, tuple(runner.eos_ids))
+        # Some configs name ids that the model has no logits for: none of them can ever come.
+        self._eos_ids = tuple(token for token in runner.eos_ids if 0 <= token < runner.vocab_size)
+        self._l1 = L1(self._table, self._scheduler, self._eos_ids)
         stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
         if write == "demote":
             largest = max(spec.nbytes for spec in specs)
@@ -335,7 +337,7 @@ class DecodeWorker:
             model_name=self._runner.model_name,
             vocab_size=self._runner.vocab_size,
             max_context=self._longest_context(),
-            eos_ids=tuple(self._runner.eos_ids),
+            eos_ids=self._eos_ids,
             dtype=self._runner.dtype,
             page_tokens=self._page_tokens,
             page_bytes=sum(group.specs[self._runner.recipe.write].nbytes for group in self._runner.groups),
@@ -563,21 +565,61 @@ class DecodeWorker:
         for lease in step.leases_over:
             self._pager.release(lease)
         for seq in step.loads:
-            self._pager.locate(seq)
+            self._locate(seq, now)
         if step.broken_pins:
             log.warning("%d pinned pages were unpinned: a request needed their room in L1", step.broken_pins)
-        if step.rows:
-            self._compute(step.rows, step.converted)
+        had_rows = bool(step.rows)
+        rows, batch = self._rows(now)
+        if batch is not None:
+            self._compute(rows, batch, step.converted)
         elif step.converted:
             self._pager.save(step.converted, now)
         elif not (
-            step.ops or step.demotions or step.loads or self._pager.in_flight or self._table.lent_bytes
+            had_rows
+            or step.ops
+            or step.demotions
+            or step.loads
+            or self._pager.in_flight
+            or self._table.lent_bytes
         ):
             raise RuntimeError(f"{scheduler.unfinished} sequences, and none can go on")
-        return bool(step.rows or step.ops or step.demotions)
+        return bool(had_rows or step.ops or step.demotions)
 
-    def _compute(self, rows: list[Row], converted: list[PageRecord]) -> None:
-        batch = self._batch(rows)
+    def _locate(self, seq: Sequence, now: float) -> None:
+        if seq.state is SequenceState.FINISHED:
+            return  # with a sibling that raised
+        try:
+            self._pager.locate(seq)
+        except Exception as error:  # noqa: BLE001  # it ends its request, whatever it is
+            self._end_faulty(seq.request, "asking for its pages", error, now)
+
+    def _rows(self, now: float) -> tuple[list[Row], StepBatch | None]:
+        """The step's rows, and the batch of them; rows that raise end with their requests, and the others stay."""
+        while rows := list(self._l1.rows):
+            try:
+                return rows, self._batch(rows)
+            except Exception:
+                for row in rows:
+                    self._try_alone(row, now)
+                if len(self._l1.rows) == len(rows):
+                    raise  # none of them did it
+        return [], None
+
+    def _try_alone(self, row: Row, now: float) -> None:
+        if row.seq.state is SequenceState.FINISHED:
+            return
+        try:
+            self._batch([row])
+        except Exception as error:  # noqa: BLE001  # likewise
+            self._end_faulty(row.seq.request, "building its rows", error, now)
+
+    def _end_faulty(self, request: Request, doing: str, error: Exception, now: float) -> None:
+        """What one request raised ends that request, with its reason, and nothing else."""
+        log.error("request %s ends: %s failed", request.spec.request_id, doing, exc_info=error)
+        why = f"{doing} failed: {type(error).__name__}: {error}"
+        self._end_request(request, FinishReason.ERROR, now, why)
+
+    def _compute(self, rows: list[Row], batch: StepBatch, converted: list[PageRecord]) -> None:
         is_prefill = len(batch.token_ids) - len(rows) >= self._page_tokens  # a decode row costs more
         if is_prefill:
             self._timer.begin()
@@ -637,12 +679,14 @@ class DecodeWorker:
             picks += [i] * len(siblings)
         if len(picks) > len(logits):
             logits = logits[picks]
-        tokens, logprobs = self._draw(seqs, logits)
+        tokens, logprobs, faults = self._draw(seqs, logits)
         for seq in seqs:
             if seq.state is SequenceState.WAITING:
                 self._ops.run(self._l1.hear(Fork(seq.number), now))
         firsts = self._append(seqs, tokens, now)
         for i, seq in enumerate(seqs):
+            if i in faults and seq.state is not SequenceState.FINISHED:
+                self._end_faulty(seq.request, "sampling", faults[i], now)
             self._take(seq, tokens[i], logprobs[i] if logprobs else None, now, is_first=seq.number in firsts)
 
     def _append(self, seqs: list[Sequence], tokens: list[int | None], now: float) -> list[int]:
@@ -664,6 +708,31 @@ class DecodeWorker:
         return self._l1.hear(Siblings(seq.number, last, self._longest(request.spec)), now)
 
     def _draw(
+        self, seqs: list[Sequence], logits: torch.Tensor
+    ) -> tuple[list[int | None], list[TokenLogprobs | None] | None, dict[int, Exception]]:
+        """A token of each sequence; None where it has none, and what it raised, by its place.
+
+        What a row gets does not depend on its batch, so where the batch raises each row is drawn alone.
+        """
+        try:
+            return *self._draw_together(seqs, logits), {}
+        except Exception as error:  # noqa: BLE001  # whose it is, is found below
+            first = error
+        tokens: list[int | None] = []
+        logprobs: list[TokenLogprobs | None] = []
+        faults: dict[int, Exception] = {}
+        for i, seq in enumerate(seqs):
+            try:
+                drawn, its = self._draw_together([seq], logits[i : i + 1])
+            except Exception as error:  # noqa: BLE001  # it ends its request, whatever it is
+                faults[i], drawn, its = error, [None], None
+            tokens += drawn
+            logprobs += its or [None]
+        if not faults:
+            log.warning("a batch of %d rows was sampled row by row", len(seqs), exc_info=first)
+        return tokens, logprobs, faults
+
+    def _draw_together(
         self, seqs: list[Sequence], logits: torch.Tensor
     ) -> tuple[list[int | None], list[TokenLogprobs | None] | None]:
         if all(
@@ -736,10 +805,13 @@ class DecodeWorker:
         if spec.tenant not in self._roots.tenants:
             raise ValueError(f"unknown tenant {spec.tenant!r}")
         vocab_size = self._runner.vocab_size
-        for tokens in (spec.token_ids, *filter(None, spec.resumed)):
+        stops = spec.sampling.stop_ids
+        for tokens in filter(None, (spec.token_ids, *spec.resumed, stops)):
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
+        if spec.sampling.min_tokens and len({*stops, *self._eos_ids}) >= vocab_size:
+            raise ValueError(f"min_tokens needs a token that ends nothing, and all {vocab_size} are stop ids")
         kind = self._kind(spec)
         length, longest = len(spec.token_ids), self._roots.longest(kind)
         if length >= longest:
@@ -826,6 +898,7 @@ class DecodeWorker:
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
     ) -> None:
         """End every sequence of the request that isn't over, those not made yet too."""
+        self._accounts.totals.failed_requests += reason is FinishReason.ERROR
         over = {seq.index for seq in request.sequences if seq.state is SequenceState.FINISHED}
         over.update(request.spec.ended)
         made = {seq.index: seq for seq in request.sequences}

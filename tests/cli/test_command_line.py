@@ -72,6 +72,7 @@ STATS = {
     "computed_tokens": 8,
     "cached_tokens": 32,
     "aborted_prompt_tokens": 0,
+    "failed_requests": 0,
     "page_fill": 0.96,
 }
 PAGE = {

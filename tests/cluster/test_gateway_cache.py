@@ -87,6 +87,7 @@ def test_stats_add_up_all_owners(client: Client) -> None:
         "computed_tokens": 30,
         "cached_tokens": 10,
         "aborted_prompt_tokens": 0,
+        "failed_requests": 0,
         "page_fill": 1.0,
     }
 

@@ -589,7 +589,7 @@ def test_timings_cover_the_whole_request(roomy: Slowed) -> None:
             EngineRequest("r", "default", (1,) * 2048, SamplingParams()),
             "prompt of 2048 tokens leaves no room",
         ),
-        (EngineRequest("r", "default", (1,), SamplingParams(temperature=-1.0)), "temperature must be from 0"),
+        (EngineRequest("r", "default", (1,), SamplingParams(temperature=-1.0)), "temperature must be 0"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(roomy: Slowed, request_: EngineRequest, message: str) -> None:

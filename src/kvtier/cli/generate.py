@@ -13,6 +13,7 @@ from kvtier.cli.client import Chunk, Client, completion
 from kvtier.cli.common import CliError, err, human_count, human_seconds, print_json, read_text
 from kvtier.cli.connection import EndpointOption, TlsOption, connected
 from kvtier.cli.streams import read_stdin
+from kvtier.workers.api import RANGES
 
 Prompt = str | list[int] | list[dict[str, str]]
 
@@ -38,17 +39,21 @@ def generate(
         typer.Option(help="End after so many tokens; default: what the context leaves, at most 1,024."),
     ] = None,
     min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; more is more varied.")
+    temperature: Annotated[float, typer.Option(help=f"More is more varied; {RANGES['temperature']}.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help=f"Choose among the K likeliest tokens, {RANGES['top_k']}.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help=f"Choose among the likeliest tokens that sum to P, {RANGES['top_p']}.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help=f"Drop tokens less likely than P times the likeliest, {RANGES['min_p']}.")
     ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Choose among the K likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that sum to P.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than P times the likeliest.")] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens seen before less likely.")
+        float,
+        typer.Option(help=f"Above 1 makes tokens seen before less likely; {RANGES['repetition_penalty']}."),
     ] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same tokens; default: a random one.")
+        int | None,
+        typer.Option(help=f"The same seed gives the same tokens; {RANGES['seed']}; default: a random one."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
@@ -60,9 +65,12 @@ def generate(
         bool, typer.Option("--ignore-eos", help="Go on past the model's end of sequence.")
     ] = False,
     logprobs: Annotated[
-        int, typer.Option(help="With --json: log probabilities of the K likeliest tokens.")
+        int,
+        typer.Option(help=f"With --json: log probabilities of the K likeliest tokens, {RANGES['logprobs']}."),
     ] = 0,
-    n: Annotated[int, typer.Option("--n", "-n", help="So many answers to the same prompt.")] = 1,
+    n: Annotated[
+        int, typer.Option("--n", "-n", help=f"So many answers to the same prompt, {RANGES['n']}.")
+    ] = 1,
     tenant: Annotated[str, typer.Option(help="Whose cache is used; tenants never share pages.")] = "default",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither read nor leave cached pages.")

@@ -164,6 +164,8 @@ def stats_view(now: dict[str, Any]) -> RenderableType:
         f"{human_count(now['computed_tokens'])} computed; {human_count(now['aborted_prompt_tokens'])} aborted; "
         f"L1 pages are {share(now['page_fill'])} full"
     )
+    if now.get("failed_requests", 0):
+        totals += f"; {human_count(now['failed_requests'])} requests ended by an error of their own"
     return Group(
         table(None, held, [_held(name, tier) for name, tier in tiers.items()], right=held[2:]),
         Text(),
