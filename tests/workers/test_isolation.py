@@ -13,7 +13,6 @@ import tiny_models
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, caching, serving, sink_to_l3, tiny_runner
 
-from kvtier.tier.ipc import MAX_FRAME_BYTES
 from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
 from kvtier.workers.runner import StepBatch
 
@@ -131,7 +130,7 @@ def test_pages_that_were_never_computed_are_not_cached_when_their_rows_raise(roo
 def test_what_asking_for_one_sequences_pages_raises_ends_its_request_alone(
     roomy: Slowed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The message for the node is too long to be sent: a hint is as long as a message may be."""
+    """A hint of who else holds its prompt lacks a field, so the message for the node can't be made."""
     with serving(roomy) as client:
         alone = tokens_of(client, neighbours(client))
 
@@ -140,12 +139,13 @@ def test_what_asking_for_one_sequences_pages_raises_ends_its_request_alone(
         sink_to_l3(client.worker, cache)
         names = neighbours(client)
         params = SamplingParams(max_tokens=8)
-        remote = ("n9", "x" * MAX_FRAME_BYTES, 2)
-        client.worker.submit(EngineRequest("bad", "default", prompt(40, 77), params, remotes=(remote,)))
+        spec = EngineRequest("bad", "default", prompt(40, 77), params, remotes=(("n9", "[::1]:1", 2),))
+        object.__setattr__(spec, "remotes", (("n9", "[::1]:1"),))
+        client.worker.submit(spec)
         result = client.result("bad")
 
         assert tokens_of(client, names) == alone
-        assert_ended_alone(client, result, "asking for its pages failed: ValueError: a message of", caplog)
+        assert_ended_alone(client, result, "asking for its pages failed: TypeError", caplog)
         until(cache.idle, "the node's cache is idle")
         cache.check()
 
