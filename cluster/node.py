@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -26,6 +27,8 @@ from kvtier.tier.service import CacheService, ServiceStopped
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.actor import sender_to
 from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
+
+log = logging.getLogger(__name__)
 
 TOLD_TIERS = (TierName.PEER, TierName.HOST, TierName.SSD)
 CALLS_AT_ONCE = 8  # threads of the actor; they only wait for the service's loop
@@ -81,6 +84,7 @@ class CacheNodeProcess:
             shares=shares,
             on_holds=self._on_holds,
             on_wrong=self._on_wrong,
+            on_failed=_exit,
             limits=Limits(fetch_deadline_s=fetch_deadline_s),
         )
         try:
@@ -205,6 +209,13 @@ class CacheNodeProcess:
         self._service.stop(drain_s)
         with suppress(OSError):  # Ray's session lies there too where Ray is this deployment's own
             self._socket_folder.rmdir()
+
+
+def _exit() -> None:
+    """A node whose service a fault has ended ends too: a process that is gone is started anew at once."""
+    log.critical("the cache node ends: it is to be started anew")
+    logging.shutdown()
+    os._exit(1)
 
 
 CacheNode = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE, concurrency_groups=PULSE)(CacheNodeProcess)  # type: ignore[call-overload]  # Ray's types lack max_concurrency

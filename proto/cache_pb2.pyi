@@ -28,7 +28,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("tiers", "requests", "prompt_tokens", "computed_tokens", "cached_tokens", "aborted_prompt_tokens", "page_fill", "failed_requests")
+    __slots__ = ("tiers", "requests", "prompt_tokens", "computed_tokens", "cached_tokens", "aborted_prompt_tokens", "page_fill", "failed_requests", "bad_messages")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class StatsReply(_message.Message):
     ABORTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_FILL_FIELD_NUMBER: _ClassVar[int]
     FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BAD_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     requests: int
     prompt_tokens: int
@@ -52,7 +53,8 @@ class StatsReply(_message.Message):
     aborted_prompt_tokens: int
     page_fill: float
     failed_requests: int
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., aborted_prompt_tokens: _Optional[int] = ..., page_fill: _Optional[float] = ..., failed_requests: _Optional[int] = ...) -> None: ...
+    bad_messages: int
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., aborted_prompt_tokens: _Optional[int] = ..., page_fill: _Optional[float] = ..., failed_requests: _Optional[int] = ..., bad_messages: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("capacity_bytes", "used_bytes", "pages", "lookups_tokens", "hit_tokens", "hit_rate", "promoted_pages", "demoted_pages", "evicted_pages", "bytes_in", "bytes_out", "load_ms_p50", "load_ms_p99", "corrupt_pages", "page_bytes", "raw_bytes", "variants", "converted_pages", "dropped_pages", "policy", "fallbacks", "refused_writes")

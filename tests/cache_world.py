@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.tier import ipc
 from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
 from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
@@ -47,7 +48,7 @@ from kvtier.tier.events import (
     WriteFailed,
     WritePage,
 )
-from kvtier.tier.lookup import needs_of
+from kvtier.tier.message_rules import needs_of
 from kvtier.tier.messages import (
     Arena,
     ArenaGone,
@@ -340,9 +341,10 @@ class World:
         assert self.told == {tier: set(keys) for tier, keys in self.node.holds().items()}
 
     def say(self, worker: SimWorker, message: ToNode) -> list[ToWorker]:
-        """A worker speaks; what it hears back at once."""
+        """A worker speaks, in what the node's socket lets through; what it hears back at once."""
         worker.messages.clear()
-        self.tell(FromWorker(worker.ref, message))
+        (heard,) = ipc.FrameReader(ToNode).feed(ipc.frame(message))
+        self.tell(FromWorker(worker.ref, heard))  # type: ignore[arg-type]  # the decoder's union
         return list(worker.messages)
 
     def connect(

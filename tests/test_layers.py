@@ -71,6 +71,7 @@ PURE = (
                 "stats",
                 "messages",
                 "message_parts",
+                "message_rules",
                 "base",
             ),
             *("ghost_cache", "guard", "hazard", "oldest", "policies", "releases", "run_table", "rvi"),

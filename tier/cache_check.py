@@ -271,14 +271,10 @@ class CheckedState(CheckedFrames):
 
     def _check_superseded(self) -> None:
         """What goes first has a page made from it here, and waits for L4 only while somebody reads it."""
-        made_from = {
-            (page.id[0], page.envelope.made_from): page.id
-            for page in self._pages.values()
-            if page.envelope.made_from
-        }
+        originals = {self._original(page) for page in self._pages.values()}
         for page in self._pages.values():
             if page.superseded:
-                assert not page.pinned and made_from.get(page.id, page.id) != page.id
+                assert not page.pinned and page in originals
                 assert page not in self._to_write or (page.host is not None and page.host.readers)
 
     def _check_ssd(self) -> None:

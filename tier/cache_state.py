@@ -143,6 +143,7 @@ class CacheState(LentFrames):
         self._touched: dict[Page, None] = {}
 
         self._workers: dict[WorkerRef, Worker] = {}
+        self._bad_messages = 0
         self._sizes: Counter[int] = Counter()  # slot size -> live workers that use it
         self._raw_payloads: dict[bytes, int] = {}  # spec digest -> bytes in the model's raw format
         self._wants: dict[tuple[Worker, int], int] = {}  # slots wanted, by payload size
@@ -216,6 +217,7 @@ class CacheState(LentFrames):
                 TierName.REMOTE: remote,
             },
             fetches=fetches,
+            bad_messages=self._bad_messages,
         )
 
     def holds(self) -> dict[TierName, list[bytes]]:

@@ -50,7 +50,7 @@ class CheckpointError(ValueError):
 def dump(root: object, modules: Collection[str], edit: Edit | None = None) -> bytes:
     """`root` and all that hangs on it, as far as classes of `modules` and containers go.
 
-    Raises CheckpointError naming the first class that is neither.
+    Raises CheckpointError naming the first class that is neither, or saying why the whole can't be bytes.
     """
     out = io.BytesIO()
     pickler = _Pickler(out, root, modules)
@@ -62,9 +62,11 @@ def dump(root: object, modules: Collection[str], edit: Edit | None = None) -> by
                 state = state if edit is None else edit(one, state)
                 numbers.append(pickler.number_of(type(one), tuple(state)))
                 pickler.dump(tuple(state.values()))
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        return msgspec.msgpack.encode((list(pickler.kinds), numbers, out.getvalue()))
+    except MemoryError as error:
+        raise CheckpointError("the state can't be written: it takes more memory than there is") from error
+    except (*_UNWRITABLE, pickle.PicklingError) as error:
         raise CheckpointError(f"the state can't be written: {error}") from error
-    return msgspec.msgpack.encode((list(pickler.kinds), numbers, out.getvalue()))
 
 
 def load(data: bytes, modules: Collection[str]) -> Any:
@@ -84,6 +86,9 @@ def load(data: bytes, modules: Collection[str]) -> Any:
 
 # Classes with the names of their attributes; for each object the number of its class; their attributes, pickled.
 _Dumped = tuple[list[tuple[str, list[str]]], list[Annotated[int, msgspec.Meta(ge=0)]], bytes]
+# What a state that can't be one message can raise: it is of an unknown kind, or has more than the 2**32 - 1 bytes that
+# msgpack can count.
+_UNWRITABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 # What a pickle that isn't one can raise, beside UnpicklingError.
 _BROKEN = (
     *(AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OverflowError),

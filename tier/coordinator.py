@@ -38,7 +38,7 @@ from kvtier.tier.events import (
 )
 from kvtier.tier.identity import root_key
 from kvtier.tier.lending import Lending
-from kvtier.tier.lookup import Hit, Lookup, malformed
+from kvtier.tier.lookup import Hit, Lookup
 from kvtier.tier.messages import (
     ArenaUnopened,
     Copied,
@@ -78,7 +78,6 @@ from kvtier.tier.records import (
     Worker,
 )
 from kvtier.tier.savings import Savings
-from kvtier.tier.uses import malformed as malformed_use
 
 
 class Coordinator(Savings, Lending):
@@ -203,11 +202,11 @@ class Coordinator(Savings, Lending):
                 if request is not None:
                     self._release(request, message.from_page)
             case Lend():
-                self._fence_if(worker, self._lend(worker, message))
+                self._blame(worker, self._lend(worker, message))
             case Reclaim():
                 self._reclaim(worker, message)
             case WantFrames():
-                self._fence_if(worker, self._want_frames(worker, message))
+                self._blame(worker, self._want_frames(worker, message))
             case ReturnFrames():
                 self._return_frames(worker, message)
             case StoredInPeer():
@@ -287,8 +286,10 @@ class Coordinator(Savings, Lending):
             self._slots.free(grant.slot)
         self._peer_gone(worker)
 
-    def _fence_if(self, worker: Worker, wrong: str | None) -> None:
+    def _blame(self, worker: Worker, wrong: str | None) -> None:
+        """A message that takes what the node knows to see that it can't be ends its sender's connection."""
         if wrong is not None:
+            self._bad_messages += 1
             self._fence(worker, wrong)
 
     def _fence(self, worker: Worker, reason: str) -> None:
@@ -307,9 +308,8 @@ class Coordinator(Savings, Lending):
 
     def _want(self, worker: Worker, message: WantSlots) -> None:
         if message.payload_bytes not in worker.hello.payloads.values():
-            self._fence(
-                worker, f"it wants slots for pages of {message.payload_bytes} bytes, which it hasn't named"
-            )
+            wrong = f"it wants slots for pages of {message.payload_bytes} bytes, which it hasn't named"
+            self._blame(worker, wrong)
             return
         want = (worker, message.payload_bytes)
         self._wants.pop(want, None)
@@ -323,9 +323,10 @@ class Coordinator(Savings, Lending):
     def _stored(self, worker: Worker, message: Stored) -> None:
         request = None if message.hold_for is None else self._request(worker, message.hold_for)
         for stored in message.pages:
-            wrong = _malformed(worker.hello, stored)
-            if wrong:
-                self._fence(worker, f"it stored a page with {wrong}")
+            nbytes = stored.grant.payload_bytes
+            if worker.hello.payloads.get(stored.spec_digest) != nbytes:
+                wrong = f"a page in a slot for {nbytes} bytes, which its Hello doesn't say of that spec"
+                self._blame(worker, f"it stored {wrong}")
                 break
             if self._end_grant(worker, stored.grant):
                 copy = self._seal(worker, stored)
@@ -370,14 +371,6 @@ class Coordinator(Savings, Lending):
     # ---- lookups and leases ------------------------------------------------------------------------------------
 
     def _locate(self, worker: Worker, message: Locate) -> None:
-        wrong = malformed(message)
-        if wrong is not None and worker.is_exchange:  # another node's words, which may be of another version
-            missing = Missing(message.first_page, "variant", f"it asked for {wrong}")
-            self._send(worker, Located(message.request_id, message.first_page, [], [], missing))
-            return
-        if wrong is not None:
-            self._fence(worker, f"it asked for {wrong}")
-            return
         request = self._request(worker, message.request_id)
         if request is None:
             why = f"{self.limits.requests_per_worker} requests of this worker are served, no more are"
@@ -538,11 +531,12 @@ class Coordinator(Savings, Lending):
         self._settle(page)
 
     def _finished(self, worker: Worker, message: Finished) -> None:
-        wrong = "pages in use" if worker.is_exchange else malformed_use(message, self.limits.keys_per_locate)
-        if wrong is None:
-            self._end_use(worker, message)
+        if worker.is_exchange:
+            self._blame(worker, "it told of a request with pages in use")
+        elif sum(map(len, message.keys)) > self.limits.keys_per_locate:
+            self._blame(worker, f"it told of a request with more than {self.limits.keys_per_locate} pages")
         else:
-            self._fence(worker, f"it told of a request with {wrong}")
+            self._end_use(worker, message)
 
     def _release(self, request: Request, from_page: int) -> None:
         self._end_waits(request, from_page)
@@ -642,30 +636,3 @@ class Coordinator(Savings, Lending):
             self._settle(page)
             if page.host is not None:
                 self._queue_write(page)
-
-
-def _malformed(hello: Hello, stored: StoredPage) -> str | None:
-    """What an envelope couldn't hold of a page's description; None when all is well."""
-    for name, value, length in (
-        ("key", stored.key, 32),
-        ("root", stored.root, 32),
-        ("parent", stored.parent, 32),
-        ("tenant", stored.tenant, 16),
-        ("checksum", stored.checksum, 16),
-        ("spec digest", stored.spec_digest, 16),
-    ):
-        if len(value) != length:
-            return f"a {name} of {len(value)} bytes, {length} expected"
-    if hello.payloads.get(stored.spec_digest) != stored.grant.payload_bytes:
-        return f"a slot for {stored.grant.payload_bytes} bytes, which its Hello doesn't say of that spec"
-    if len(stored.content) not in (0, 16):
-        return f"a content digest of {len(stored.content)} bytes, 16 expected"
-    if not 0 < len(stored.variant.encode()) <= 16:
-        return f"variant {stored.variant!r}, 1 to 16 bytes expected"
-    if len(stored.made_from.encode()) > 16:
-        return f"made_from {stored.made_from!r}, at most 16 bytes expected"
-    if not 0 < stored.tokens < 2**16:
-        return f"{stored.tokens} tokens"
-    if not 0 <= stored.depth < 2**31:
-        return f"depth {stored.depth}"
-    return None

@@ -7,12 +7,14 @@ closes a worker's connection first; it says that it hears no more (half-close) a
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from kvtier.tier.base import Place
 from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
 from kvtier.tier.host import HostTier
 from kvtier.tier.message_parts import parts
+from kvtier.tier.message_rules import malformed
 from kvtier.tier.messages import Arena, Grant, Hello, Refused, ToNode, ToWorker, Welcome
 
 MAX_FRAME_BYTES = 16 * 2**20  # twice the longest message (message_parts.py); anything longer is garbage
@@ -31,6 +34,7 @@ MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
 MAX_CONNECTIONS = 256  # well below a process's usual 1,024 descriptors
 MAX_PATH_BYTES = 107  # sun_path, without its zero
 MAX_ARENAS = MAX_CONNECTIONS  # that a worker keeps descriptors of, until it opens them
+ACCEPT_AGAIN_S = 1.0  # after the process had no descriptor or memory left for one more connection
 ARENA_FDS = 2  # of one arena: its lifeline, and its memfd where it has one
 _CHUNK_BYTES = 256 * 1024
 _CHUNKS_PER_POLL = 16
@@ -39,6 +43,8 @@ _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Heard = FromWorker | WorkerGone
+
+log = logging.getLogger(__name__)
 
 
 class NodeRefused(ConnectionError):
@@ -69,13 +75,20 @@ class FrameReader:
             body = start + _LENGTH.size
             if len(data) - body < length:
                 break
-            try:
-                messages.append(self._decoder.decode(view[body : body + length]))
-            except msgspec.MsgspecError as error:
-                raise Garbage(f"a frame that is no message ({error})") from error
+            messages.append(self._decoded(view[body : body + length]))
             start = body + length
         self._rest = data[start:]
         return messages
+
+    def _decoded(self, body: memoryview) -> object:
+        try:
+            message: object = self._decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError) as error:  # the latter: of lists in lists in lists
+            raise Garbage(f"a frame that is no message ({error})") from error
+        wrong = malformed(message)
+        if wrong is not None:
+            raise Garbage(f"{type(message).__name__} with {wrong}")
+        return message
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -175,12 +188,14 @@ class NodeServer:
         """Listen at `path`, in a folder that only this user enters. OSError when that can't be."""
         self.path = _check_path(path)
         self.notes: deque[str] = deque(maxlen=64)
+        self.bad_messages = 0  # each ended its connection
+        self._accepts_at: float | None = None  # while no connection is accepted: when the next one is
         self._slab_fd = slab_fd
         self._by_ref: dict[WorkerRef, _Connection] = {}
         self._lenders: dict[str, _Connection] = {}  # by incarnation
         self._connections: dict[_Connection, None] = {}
         self._to_flush: dict[_Connection, None] = {}
-        self._ended: list[Heard] = []
+        self._heard: list[Heard] = []  # in the order in which it happened, of all connections
         folder = os.path.dirname(self.path) or "."
         os.makedirs(folder, mode=0o700, exist_ok=True)
         os.chmod(folder, 0o700)
@@ -206,8 +221,7 @@ class NodeServer:
     def poll(self, timeout_s: float | None) -> list[Heard]:
         """Send what waits, then wait for workers to speak; returns at `wake`, at `timeout_s`, or with what they said."""
         self.flush()
-        heard: list[Heard] = []
-        for key, events in self._selector.select(timeout_s):
+        for key, events in self._selector.select(self._accept_again(timeout_s)):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj == self._wake_fd:
@@ -215,11 +229,10 @@ class NodeServer:
             else:
                 connection: _Connection = key.data
                 if events & selectors.EVENT_READ:
-                    self._read(connection, heard)
+                    self._read(connection)
                 if events & selectors.EVENT_WRITE and connection in self._connections:
                     self._to_flush[connection] = None
-        heard.extend(self._ended)
-        self._ended = []
+        heard, self._heard = self._heard, []
         return heard
 
     def send(self, worker: WorkerRef, message: ToWorker) -> None:
@@ -229,19 +242,29 @@ class NodeServer:
             return
         try:
             data = b"".join(map(frame, parts(message)))
-        except ValueError as error:  # a worker whose own names are that long
+            arena_fds = self._arena_fds(message) if isinstance(message, Arena) else []
+        except (ValueError, OSError) as error:  # its own names are that long; no descriptor is left
             self._end(connection, str(error))
             return
         if isinstance(message, Welcome) and self._slab_fd is not None:
             connection.riders.append(_Riders(len(connection.unsent), [self._slab_fd], is_own=False))
         elif isinstance(message, Arena):
-            lender = self._lenders.get(message.lender)
-            if lender is None:
-                return  # it is gone; that is said next
-            fds = [os.dup(fd) for fd in lender.arena_fds]
-            connection.riders.append(_Riders(len(connection.unsent), fds, is_own=True))
+            if not arena_fds:
+                return  # its lender is gone; that is said next
+            connection.riders.append(_Riders(len(connection.unsent), arena_fds, is_own=True))
         connection.unsent += data
         self._to_flush[connection] = None
+
+    def _arena_fds(self, message: Arena) -> list[int]:
+        """Duplicates of the descriptors that an arena is opened by; none when its lender is gone."""
+        lender, fds = self._lenders.get(message.lender), list[int]()
+        try:
+            for fd in [] if lender is None else lender.arena_fds:
+                fds.append(os.dup(fd))
+        except OSError:
+            _close_all(fds)
+            raise
+        return fds
 
     def disconnect(self, worker: WorkerRef, reason: str) -> None:
         """Hear the worker no more. WorkerGone comes when it has let go of its end."""
@@ -278,7 +301,18 @@ class NodeServer:
         try:
             peer, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
+            self._listen_again()
             return
+        except OSError as error:
+            # The connection stays in the listener's queue, so the listener would wake the loop at once, again and again.
+            if self._accepts_at is None:
+                self.notes.append(
+                    f"no connection to the cache's socket is accepted for now: {error.strerror}"
+                )
+                self._selector.unregister(self._listener)
+            self._accepts_at = time.monotonic() + ACCEPT_AGAIN_S
+            return
+        self._listen_again()
         _, uid, _ = _CREDENTIALS.unpack(
             peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -291,13 +325,28 @@ class NodeServer:
         self._connections[connection] = None
         self._selector.register(peer, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: _Connection, heard: list[Heard]) -> None:
+    def _accept_again(self, timeout_s: float | None) -> float | None:
+        """Try to accept, where it is time for that after a failure; how long `poll` may wait."""
+        if self._accepts_at is not None and time.monotonic() >= self._accepts_at:
+            self._accept()
+        if self._accepts_at is None:
+            return timeout_s
+        left_s = max(0.0, self._accepts_at - time.monotonic())
+        return left_s if timeout_s is None else min(timeout_s, left_s)
+
+    def _listen_again(self) -> None:
+        if self._accepts_at is not None:
+            self.notes.append("connections to the cache's socket are accepted again")
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepts_at = None
+
+    def _read(self, connection: _Connection) -> None:
         for _ in range(_CHUNKS_PER_POLL):
             try:
                 chunk = _receive(connection)
             except BlockingIOError:
                 return
-            except ConnectionError:
+            except OSError:
                 chunk = b""
             if not chunk:
                 self._drop(connection)
@@ -306,13 +355,14 @@ class NodeServer:
                 continue
             try:
                 for message in connection.reader.feed(chunk):
-                    self._take(connection, message, heard)
+                    self._take(connection, message)
             except Garbage as garbage:
+                self.bad_messages += 1
                 self._end(connection, str(garbage))
             if len(chunk) < _CHUNK_BYTES:
                 return
 
-    def _take(self, connection: _Connection, message: object, heard: list[Heard]) -> None:
+    def _take(self, connection: _Connection, message: object) -> None:
         if connection.is_ending:
             return
         if isinstance(message, Hello):
@@ -332,7 +382,7 @@ class NodeServer:
             self._by_ref[ref] = connection
         if connection.ref is None:
             raise Garbage("a message before Hello")
-        heard.append(FromWorker(connection.ref, message))  # type: ignore[arg-type]  # the decoder's union
+        self._heard.append(FromWorker(connection.ref, message))  # type: ignore[arg-type]  # the decoder's union
 
     def _end(self, connection: _Connection, reason: str) -> None:
         who = "a peer" if connection.ref is None else f"worker {connection.ref.worker_id}"
@@ -351,6 +401,10 @@ class NodeServer:
                 connection.clear_unsent()
         except ConnectionError:
             connection.clear_unsent()  # its end of the stream, read next, says the rest
+        except OSError as error:  # no memory, or too many descriptors in flight
+            if not connection.is_ending:
+                self._end(connection, f"it can't be told: {error.strerror}")
+            connection.clear_unsent()
         if connection.is_ending and not connection.unsent and not connection.is_half_closed:
             if connection.ref is None:
                 self._drop(connection)  # no worker yet: it never had a slot
@@ -374,7 +428,7 @@ class NodeServer:
             if self._lenders.get(connection.ref.incarnation) is connection:
                 del self._lenders[connection.ref.incarnation]
             del self._by_ref[connection.ref]
-            self._ended.append(WorkerGone(connection.ref))
+            self._heard.append(WorkerGone(connection.ref))
 
 
 # ---- the worker's side -----------------------------------------------------------------------------------------
@@ -584,7 +638,10 @@ class NodeClient:
                     poll.register(fd, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             except BlockingIOError:
                 poll.register(fd, select.POLLIN | select.POLLOUT)
-            except (ConnectionError, Garbage):
+            except Garbage as garbage:
+                log.warning("the cache node is left: it sent %s", garbage)
+                return
+            except OSError:
                 return
 
 

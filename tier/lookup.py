@@ -10,17 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain as joined
 from itertools import islice
-from math import inf
 
 from kvtier.tier.events import PageId
+from kvtier.tier.message_rules import needs_of
 from kvtier.tier.messages import Chain, Locate, PageRef, Remote
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, Window, longest_hit
+from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, longest_hit
 from kvtier.tier.records import Page
-
-MAX_CHAINS = 64  # layer groups of one model; anything above a handful will do
-MAX_FIRST_PAGE = 2**20  # of the longest streams, 2**24 tokens in pages of 16
-MAX_REMOTES, MAX_NAME = 64, 256  # hints of one Locate, and characters of a node's name or address
 
 Find = Callable[[bytes, str], Page | None]
 Sources = tuple[Remote, ...]
@@ -247,46 +242,6 @@ class _Known:
             return True
         recipe = self.needs.recipe
         return recipe.format_at(page, position, page_tokens) is recipe.write
-
-
-def needs_of(chain: Chain) -> ChainNeeds:
-    """A chain's needs as recipe.py has them. ValueError for formats or numbers that can't be."""
-    decayed = PageFormat(chain.decayed) if chain.decayed else None
-    recipe = Recipe(
-        PageFormat(chain.variant), decayed, chain.recent_tokens, chain.sink_tokens, chain.stride_tokens
-    )
-    if chain.window_tokens < 0 or chain.window_sinks < 0:
-        raise ValueError(f"a window of {chain.window_tokens} tokens and {chain.window_sinks} sinks can't be")
-    return ChainNeeds(recipe, Window(chain.window_tokens, chain.window_sinks), chain.any_variant)
-
-
-def malformed(message: Locate) -> str | None:
-    """What can't be looked up in a Locate; None when all is well."""
-    if not 1 <= len(message.chains) <= MAX_CHAINS:
-        return f"{len(message.chains)} chains, 1 to {MAX_CHAINS} expected"
-    if message.page_tokens < 1 or not 0 <= message.first_page <= MAX_FIRST_PAGE or message.last_position < 0:
-        return (
-            f"page_tokens {message.page_tokens}, first_page {message.first_page}, "
-            f"last_position {message.last_position}"
-        )
-    costs = message.recompute_s, message.double_pages, message.patience_s, message.busy_s
-    if not all(0 <= number < inf for number in costs):
-        return f"recompute_s, double_pages, patience_s and busy_s of {costs}"
-    if len(message.remotes) > MAX_REMOTES:
-        return f"{len(message.remotes)} nodes that may hold its pages, at most {MAX_REMOTES} are looked at"
-    for remote in message.remotes:
-        if max(len(remote.node_id), len(remote.address)) > MAX_NAME or remote.pages < 0:
-            return f"{remote.pages} pages of a node whose name has {len(remote.node_id)} characters"
-    length = len(message.chains[0].keys)
-    for chain in message.chains:
-        lengths = len(chain.keys), len(chain.held), len(chain.other_keys) or length
-        if lengths != (length, length, length):
-            return f"a chain of {lengths} keys, held bits and other keys, {length} expected of each"
-        try:
-            needs_of(chain)
-        except ValueError as error:
-            return str(error)
-    return None
 
 
 def _has(page: Page | None, resident: bool) -> bool:

@@ -2,13 +2,55 @@
 
 The messages of a worker are events of the coordinator as they stand; its replies are commands. Page bytes never
 travel here: they lie in the slots of the shared slab that the messages name.
+
+The range of each field stands at its type and is checked when a message is decoded; what takes two fields to see stands
+in message_rules.py. So a message that was heard is one that all arithmetic on it can bear.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from kvtier.tier.score import Kind
+
+# ---- ranges ----------------------------------------------------------------------------------------------------
+# Integers fit numpy's int64, and those that are counted in columns of 32 bits can be added to there. No float may be
+# infinite or NaN: each has a largest value, and NaN is in no range.
+
+MAX_DEPTH = 2**30 - 1  # of a page in its chain
+MAX_FIRST_PAGE = 2**20  # of the longest streams that are looked up, 2**24 tokens in pages of 16
+MAX_CHAINS = 64  # layer groups of one model; anything above a handful will do
+MAX_REMOTES = 64  # hints of one Locate
+MAX_NAME = 256  # characters of a worker's or node's name or address
+MAX_TEXT = 2**16  # characters of a sentence for people
+
+Key = Annotated[bytes, Meta(min_length=32, max_length=32)]  # of a page, a root, or the page before
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]  # of a tenant, a spec, or a page's content
+DigestOrNone = Annotated[bytes, Meta(max_length=16)]  # a Digest, or b"" where there is none
+Variant = Annotated[str, Meta(pattern=r"^[!-~]{1,16}\Z")]  # an envelope has 16 bytes for it
+VariantOrNone = Annotated[str, Meta(pattern=r"^[!-~]{0,16}\Z")]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+RequestId = Annotated[str, Meta(max_length=1024)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Fields = Annotated[dict[Name, Text], Meta(max_length=256)]
+
+Count = Annotated[int, Meta(ge=0, le=2**30 - 1)]  # of pages, tokens or turns
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # a generation, a session or a transfer
+Tokens = Annotated[int, Meta(ge=1, le=2**16 - 1)]  # of one page
+Position = Annotated[int, Meta(ge=0, le=2**40)]  # of a token; a distance between two
+PageNumber = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
+PayloadBytes = Annotated[int, Meta(ge=1, le=2**40)]
+Offset = Annotated[int, Meta(ge=0, le=2**50)]  # into a slab or an arena, and their sizes
+NumBytes = Annotated[int, Meta(ge=0, le=2**50)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+DoublePages = Annotated[float, Meta(ge=0.0, le=1e12)]  # see message_rules.py for what is between 0 and 1
+
+PageRef = tuple[
+    Annotated[int, Meta(ge=0, lt=MAX_CHAINS)], PageNumber
+]  # which chain, and which page of the sequence
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -17,9 +59,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     The slot begins at byte slot * ALIGN_BYTES of the slab and holds an envelope and `payload_bytes` of a page.
     """
 
-    slot: int
-    generation: int
-    payload_bytes: int
+    slot: Offset
+    generation: Number
+    payload_bytes: PayloadBytes
 
 
 # ---- worker -> CacheNode ---------------------------------------------------------------------------------------
@@ -43,22 +85,22 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     closed the lender knows that nobody can, whatever became of the node.
     """
 
-    worker_id: str
-    incarnation: str
-    payloads: dict[bytes, int]
-    raw_payloads: dict[bytes, int]
-    root_fields: dict[str, str]
+    worker_id: Name
+    incarnation: Name
+    payloads: dict[Digest, PayloadBytes]
+    raw_payloads: dict[Digest, PayloadBytes]
+    root_fields: Fields
     brings_down: bool = False
     role: Literal["worker", "exchange"] = "worker"
-    arena_bytes: int = 0
-    arena_handle: bytes = b""
+    arena_bytes: NumBytes = 0
+    arena_handle: Annotated[bytes, Meta(max_length=2**16)] = b""
     saves_when_asked: bool = False
 
 
 class NewRoot(msgspec.Struct, frozen=True, tag=True):
     """The worker stores pages under one more root: another layer group, another window, or a lossy recipe."""
 
-    root_fields: dict[str, str]
+    root_fields: Fields
 
 
 class WantSlots(msgspec.Struct, frozen=True, tag=True):
@@ -67,8 +109,8 @@ class WantSlots(msgspec.Struct, frozen=True, tag=True):
     Answered by Granted, maybe with fewer, when there are any.
     """
 
-    count: int
-    payload_bytes: int
+    count: Count
+    payload_bytes: PayloadBytes
 
 
 class ReturnSlots(msgspec.Struct, frozen=True, tag=True):
@@ -81,30 +123,30 @@ class StoredPage(msgspec.Struct, frozen=True, array_like=True):
     """One page that the worker has written, envelope first, into a granted slot."""
 
     grant: Grant
-    key: bytes
-    variant: str
-    made_from: str  # the variant it was converted from; "" when the model computed it
-    spec_digest: bytes
-    root: bytes
-    parent: bytes
-    tenant: bytes
-    depth: int
-    tokens: int
-    checksum: bytes
-    content: bytes  # content_digest of the chain when depth == 0, else b""
+    key: Key
+    variant: Variant
+    made_from: VariantOrNone  # the variant it was converted from; "" when the model computed it
+    spec_digest: Digest
+    root: Key
+    parent: Key
+    tenant: Digest
+    depth: PageNumber
+    tokens: Tokens
+    checksum: Digest
+    content: DigestOrNone  # content_digest of the chain when depth == 0, else b""
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
     """Pages are sealed in their slots. With `hold_for` they stay leased to that request (preemption by demotion)."""
 
     pages: list[StoredPage]
-    hold_for: str | None = None
+    hold_for: RequestId | None = None
 
 
 class Unsaved(msgspec.Struct, frozen=True, tag=True):
     """Answers SavePages, where some of its pages (key, variant) won't be Stored: L1 hasn't them, or they aren't to go down."""
 
-    pages: list[tuple[bytes, str]]
+    pages: list[tuple[Key, Variant]]
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
@@ -115,18 +157,18 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     `decayed` will do for every page; where the recipe is uniform, `recent_tokens` above all positions says so.
     """
 
-    keys: list[bytes]
-    other_keys: list[bytes]
+    keys: list[Key]
+    other_keys: list[Key]
     held: bytes
-    variant: str
-    decayed: str  # "" where there is no such format
-    recent_tokens: int
-    sink_tokens: int
-    stride_tokens: int
-    window_tokens: int
-    window_sinks: int
+    variant: Variant
+    decayed: VariantOrNone  # "" where there is no such format
+    recent_tokens: Position
+    sink_tokens: Position
+    stride_tokens: Annotated[int, Meta(ge=1, le=2**40)]
+    window_tokens: Position
+    window_sinks: Position
     any_variant: bool
-    spec_digest: bytes = b""  # of pages of `variant`: how large one is that no tier here holds yet
+    spec_digest: DigestOrNone = b""  # of pages of `variant`: how large one is that no tier here holds yet
 
 
 class Remote(msgspec.Struct, frozen=True, array_like=True):
@@ -135,9 +177,9 @@ class Remote(msgspec.Struct, frozen=True, array_like=True):
     `address` is the HOST:PORT of its exchange. It is a hint: what isn't there is a miss.
     """
 
-    node_id: str
-    address: str
-    pages: int
+    node_id: Name
+    address: Name
+    pages: Count
 
 
 class Locate(msgspec.Struct, frozen=True, tag=True):
@@ -153,23 +195,22 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     none of them before `busy_s`, since it computes others first.
     """
 
-    request_id: str
-    root: bytes  # of the first chain
-    tenant: bytes
-    page_tokens: int
-    first_page: int
-    last_position: int
-    chains: list[Chain]
-    recompute_s: float
-    first_content: bytes = b""
-    remotes: list[Remote] = []
-    double_pages: float = 0.0
-    patience_s: float = 0.0
-    busy_s: float = 0.0
+    request_id: RequestId
+    root: Key  # of the first chain
+    tenant: Digest
+    page_tokens: Tokens
+    first_page: Annotated[int, Meta(ge=0, le=MAX_FIRST_PAGE)]
+    last_position: Position
+    chains: Annotated[list[Chain], Meta(min_length=1, max_length=MAX_CHAINS)]
+    recompute_s: Seconds
+    first_content: DigestOrNone = b""
+    remotes: Annotated[list[Remote], Meta(max_length=MAX_REMOTES)] = []
+    double_pages: DoublePages = 0.0
+    patience_s: Seconds = 0.0
+    busy_s: Seconds = 0.0
 
 
 CameFrom = Literal["L3", "L4", "remote"]
-PageRef = tuple[int, int]  # which chain, and which page of the sequence (counted from its beginning)
 
 
 class Copied(msgspec.Struct, frozen=True, tag=True):
@@ -178,10 +219,10 @@ class Copied(msgspec.Struct, frozen=True, tag=True):
     `corrupt` are those of them whose checksum failed (drop the copy, count it). The numbers feed the statistics.
     """
 
-    request_id: str
+    request_id: RequestId
     pages: list[PageRef]
-    nbytes: int
-    seconds: float
+    nbytes: NumBytes
+    seconds: Seconds
     corrupt: list[PageRef] = []
 
 
@@ -191,8 +232,8 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     0 ends all, pages held for it (`Stored.hold_for`) too. Harmless when there is nothing to end.
     """
 
-    request_id: str
-    from_page: int = 0
+    request_id: RequestId
+    from_page: PageNumber = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -203,18 +244,18 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     the worker's score.Costs of recomputing, 0.0 while not measured.
     """
 
-    request_id: str
-    keys: list[list[bytes]]
-    new_pages: int
-    output_tokens: int
-    kind: int
-    turn: int
-    session: int
+    request_id: RequestId
+    keys: Annotated[list[list[Key]], Meta(max_length=MAX_CHAINS)]
+    new_pages: Count
+    output_tokens: Count
+    kind: Annotated[int, Meta(ge=0, lt=len(Kind))]
+    turn: Count
+    session: Number
     closed: bool
     open: bool
-    seconds: float
-    page_s: float
-    double_pages: float
+    seconds: Seconds
+    page_s: Seconds
+    double_pages: DoublePages
 
 
 # ---- exchange -> CacheNode -------------------------------------------------------------------------------------
@@ -227,12 +268,12 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     The grants of pages that failed are given back by this message.
     """
 
-    fetch_id: int
-    failed: list[tuple[bytes, str]]  # key, variant
-    reason: str
-    detail: str
-    nbytes: int
-    seconds: float
+    fetch_id: Number
+    failed: list[tuple[Key, Variant]]  # key, variant
+    reason: Name
+    detail: Text
+    nbytes: NumBytes
+    seconds: Seconds
     is_over: bool = True
 
 
@@ -242,8 +283,8 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 class LentFrame(msgspec.Struct, frozen=True, array_like=True):
     """`nbytes` from byte `offset` of the lender's arena."""
 
-    offset: int
-    nbytes: int
+    offset: Offset
+    nbytes: PayloadBytes
 
 
 class Lend(msgspec.Struct, frozen=True, tag=True):
@@ -255,23 +296,23 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
     """The lender wants these frames (by offset) back: answered by Reclaimed as they come free."""
 
-    offsets: list[int]
+    offsets: list[Offset]
 
 
 class PeerGrant(msgspec.Struct, frozen=True, array_like=True):
     """The right to one lent frame of `lender`'s arena (a worker's incarnation); ends as a Grant does."""
 
-    lender: str
-    offset: int
-    generation: int
-    payload_bytes: int
+    lender: Name
+    offset: Offset
+    generation: Number
+    payload_bytes: PayloadBytes
 
 
 class WantFrames(msgspec.Struct, frozen=True, tag=True):
     """Refill of the worker's stock of peers' frames for pages of one size; replaces its last wish for that size."""
 
-    count: int
-    payload_bytes: int
+    count: Count
+    payload_bytes: PayloadBytes
 
 
 class ReturnFrames(msgspec.Struct, frozen=True, tag=True):
@@ -283,8 +324,8 @@ class ReturnFrames(msgspec.Struct, frozen=True, tag=True):
 class ArenaUnopened(msgspec.Struct, frozen=True, tag=True):
     """This worker can't open a peer's arena: nothing in it is to be leased or granted to it."""
 
-    lender: str
-    reason: str
+    lender: Name
+    reason: Text
 
 
 class LentPage(msgspec.Struct, frozen=True, array_like=True):
@@ -294,11 +335,11 @@ class LentPage(msgspec.Struct, frozen=True, array_like=True):
     """
 
     grant: PeerGrant
-    key: bytes
-    variant: str
-    spec_digest: bytes
-    checksum: bytes
-    tokens: int
+    key: Key
+    variant: Variant
+    spec_digest: Digest
+    checksum: Digest
+    tokens: Tokens
 
 
 class StoredInPeer(msgspec.Struct, frozen=True, tag=True):
@@ -334,9 +375,9 @@ ToNode = (
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Answers Hello; the slab's file descriptor rides along (SCM_RIGHTS)."""
 
-    node_id: str
-    incarnation: str
-    slab_bytes: int
+    node_id: Name
+    incarnation: Name
+    slab_bytes: NumBytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -356,25 +397,41 @@ class HostPage(msgspec.Struct, frozen=True, array_like=True):
 
     page: PageRef
     grant: Grant
-    key: bytes
-    variant: str
-    spec_digest: bytes
-    checksum: bytes
-    tokens: int
+    key: Key
+    variant: Variant
+    spec_digest: Digest
+    checksum: Digest
+    tokens: Tokens
     came_from: CameFrom  # "L4": it was read up for this request, "remote": fetched from another node
+
+
+REASONS = frozenset(
+    (
+        *(
+            "never_stored",
+            "evicted",
+            "lost",
+            "identity_differs",
+            "variant",
+            "load_failed",
+            "corrupt",
+            "deadline",
+        ),
+        *("costlier", "no_room", "cleared", "cache_off", "unsaved", "partial_page"),
+    )
+)
 
 
 class Missing(msgspec.Struct, frozen=True, tag_field="kind", tag="missing"):
     """Why the prefix ends before page `page` of the sequence.
 
-    reason: never_stored | evicted | lost | identity_differs | variant | load_failed | corrupt | deadline | costlier |
-    no_room | cleared | cache_off | unsaved (a worker adds partial_page for the tokens behind the last whole page). "variant": the
+    `reason` is one of REASONS ("partial_page" is a worker's, for the tokens behind the last whole page). "variant": the
     page is here, but only in a lossier or later format than the request takes. "unsaved": only L1 of another node's worker may
     have it, and that worker was busy.
     `detail` is one readable sentence (which tier, score, when; which field differs and how).
     """
 
-    page: int
+    page: PageNumber
     reason: str
     detail: str
 
@@ -384,12 +441,12 @@ class PeerPage(msgspec.Struct, frozen=True, array_like=True):
 
     page: PageRef
     grant: PeerGrant
-    key: bytes
-    variant: str
-    spec_digest: bytes
-    checksum: bytes  # as of the LentPage
-    tokens: int
-    made_from: str
+    key: Key
+    variant: Variant
+    spec_digest: Digest
+    checksum: Digest  # as of the LentPage
+    tokens: Tokens
+    made_from: VariantOrNone
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
@@ -402,7 +459,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
     """
 
     request_id: str
-    pages: int
+    pages: PageNumber
     host: list[HostPage]
     loading: list[PageRef]
     missing: Missing | None
@@ -430,7 +487,7 @@ class SavePages(msgspec.Struct, frozen=True, tag=True):
     though the worker may know them to be saved: the node has them no more.
     """
 
-    pages: list[tuple[bytes, str]]
+    pages: list[tuple[Key, Variant]]
 
 
 class FramesGranted(msgspec.Struct, frozen=True, tag=True):
@@ -448,30 +505,30 @@ class RecallFrames(msgspec.Struct, frozen=True, tag=True):
 class Reclaimed(msgspec.Struct, frozen=True, tag=True):
     """Answers Reclaim, maybe in parts: nobody reads or writes these frames any more."""
 
-    offsets: list[int]
+    offsets: list[Offset]
 
 
 class Arena(msgspec.Struct, frozen=True, tag=True):
     """A peer's arena may be opened. What rode along with its Hello rides along."""
 
-    lender: str
-    nbytes: int
+    lender: Name
+    nbytes: NumBytes
     handle: bytes
 
 
 class ArenaGone(msgspec.Struct, frozen=True, tag=True):
     """A peer is gone, and all that was in its frames."""
 
-    lender: str
+    lender: Name
 
 
 class FetchPage(msgspec.Struct, frozen=True, array_like=True):
     """One page to fetch, into the granted slot."""
 
     grant: Grant
-    key: bytes
-    variant: str
-    spec_digest: bytes
+    key: Key
+    variant: Variant
+    spec_digest: Digest
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -480,21 +537,21 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     Each that came whole is `Stored` (batches of a few), and `Fetched` ends it within `deadline_s` seconds.
     """
 
-    fetch_id: int
-    node_id: str
-    address: str
-    root: bytes
-    tenant: bytes
-    page_tokens: int
-    first_page: int
+    fetch_id: Number
+    node_id: Name
+    address: Name
+    root: Key
+    tenant: Digest
+    page_tokens: Tokens
+    first_page: PageNumber
     pages: list[FetchPage]
-    deadline_s: float
+    deadline_s: Seconds
 
 
 class CancelFetch(msgspec.Struct, frozen=True, tag=True):
     """To an exchange: nobody waits for a Fetch any more. It is still ended by `Fetched`."""
 
-    fetch_id: int
+    fetch_id: Number
 
 
 ToWorker = (

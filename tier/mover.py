@@ -60,6 +60,9 @@ _Order = CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | SaveStored | _
 class Mover:
     """The threads that do a node's page I/O. `post` takes events from any of them; it must not block.
 
+    A refusal of the disk or a damaged page is an event. Whatever else a thread raises ends it, and `died` is told which one
+    and why, on that thread: what is queued for it is never done.
+
     The owner keeps the tiers and closes them after `close`. What only explains misses is kept in `folder`, beside L4.
     """
 
@@ -69,17 +72,20 @@ class Mover:
         ssd: SsdTier,
         folder: Path,
         post: Callable[[Sequence[Event | Note]], None],
+        died: Callable[[str, BaseException], None],
         num_readers: int = 2,
     ) -> None:
         self._host, self._ssd, self._folder = host, ssd, folder
-        self._post = post
+        self._post, self._died = post, died
         self._to_read: SimpleQueue[Read | None] = SimpleQueue()
         self._to_write: SimpleQueue[Write | _Barrier | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._read_on, name=f"l4-reader-{i}", daemon=True)
+            threading.Thread(target=self._run, args=(self._read_on,), name=f"l4-reader-{i}", daemon=True)
             for i in range(num_readers)
         ]
-        self._threads.append(threading.Thread(target=self._write_on, name="l4-writer", daemon=True))
+        self._threads.append(
+            threading.Thread(target=self._run, args=(self._write_on,), name="l4-writer", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -102,6 +108,12 @@ class Mover:
         self._to_write.put(None)
         for thread in self._threads:
             thread.join()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  told to the owner, whose end it is
+            self._died(f"thread {threading.current_thread().name}", error)
 
     # ---- readers -----------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ _LENGTH = struct.Struct("<Q")
 _FIELDS = struct.Struct("<6s32s16s16s24s16s32s32s16sIH")
 HEAD_BYTES = PACKED_ENVELOPE_BYTES + _LENGTH.size
 _VARIANTS = frozenset(format.value for format in PageFormat)
+_WRITTEN = frozenset(format.value for format in PageFormat if format.is_token_wise)  # what may be asked for
 _SOURCES = {name.encode().ljust(16, b"\0"): name for name in ("", *_VARIANTS)}  # made_from, as packed
 
 # lost: no connection, or it broke. busy: the peer serves as many as it can. corrupt: what came is not what was asked
@@ -103,7 +104,7 @@ class PagesRequest:
                 lengths == (ROOT_BYTES, TENANT_BYTES, SPEC_BYTES),
                 f"root, tenant and spec_digest of {lengths} bytes, {(ROOT_BYTES, TENANT_BYTES, SPEC_BYTES)} expected",
             ),
-            (self.variant in _VARIANTS, f"variant must be one of {sorted(_VARIANTS)}, got {self.variant!r}"),
+            (self.variant in _WRITTEN, f"variant must be one of {sorted(_WRITTEN)}, got {self.variant!r}"),
             (
                 1 <= self.page_tokens <= MAX_PAGE_TOKENS,
                 f"page_tokens must be from 1 to {MAX_PAGE_TOKENS}, got {self.page_tokens}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvtier.tier.events import Note
-from kvtier.tier.messages import Fetch, Fetched
+from kvtier.tier.messages import MAX_TEXT, REASONS, Fetch, Fetched
 from kvtier.tier.peer import Ending, FailureKind, PagesRequest, left_of, request_of
 from kvtier.tier.peer_record import PeerRecord
 
@@ -370,6 +370,7 @@ class PeerRuns:
 
     def _end(self, fetch: _Fetch, ending: Ending) -> None:
         del self._fetches[fetch.ref]
+        ending = _in_our_words(ending)
         if ending.reason:
             self._peers[fetch.peer].failures[ending.reason] += 1
         if not fetch.is_void:
@@ -389,3 +390,9 @@ class PeerRuns:
             busy = {fetch.peer for fetch in self._fetches.values()}
             for name in [name for name in self._peers if name not in busy][:too_many]:
                 del self._peers[name]
+
+
+def _in_our_words(ending: Ending) -> Ending:
+    """What another node says of its end, so that no table grows by its words and the CacheNode takes the message."""
+    reason = ending.reason if ending.reason in ("", *REASONS) else "load_failed"
+    return Ending(reason, ending.detail[:MAX_TEXT])

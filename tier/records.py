@@ -389,9 +389,14 @@ class Bandwidth:
 
 
 class CopyTime:
-    """Seconds that a byte takes from L3 to L1, averaged with more weight on the recent; 0.0 until measured."""
+    """Seconds that a byte takes from L3 to L1, averaged with more weight on the recent; 0.0 until measured.
+
+    A copy that a stopped process began, or that its worker says nonsense of, counts as a slow one: a thousand times as long
+    would keep L4 from being read for hundreds of copies.
+    """
 
     WEIGHT = 0.05
+    MOST = 1e-6  # of one copy; 1 MB/s
 
     def __init__(self) -> None:
         self.byte_s = 0.0
@@ -399,7 +404,7 @@ class CopyTime:
     def copied(self, nbytes: int, seconds: float) -> None:
         """So many bytes took so long."""
         if nbytes > 0 and seconds > 0:
-            measured = seconds / nbytes
+            measured = min(seconds / nbytes, self.MOST)
             self.byte_s += (self.WEIGHT if self.byte_s else 1.0) * (measured - self.byte_s)
 
 

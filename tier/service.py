@@ -108,7 +108,8 @@ class CacheService:
     `policy` says which pages leave; with `write="demote"` they go down to L4 only when their turn comes. `shares` are by
     tenant digest, over 0 to 1: the most of each tier that a tenant's pages take. `on_holds` is told, on the loop's
     thread, which pages come to and leave each tier after the start (`holds` has those of before), and `on_wrong` which
-    page another node turned out not to have; neither may block.
+    page another node turned out not to have; neither may block. `on_failed` is called, on that thread, when a fault has
+    ended the service and all is closed.
     Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
     opened; a damaged L4 is healed and noted.
     """
@@ -131,6 +132,7 @@ class CacheService:
         shares: Mapping[bytes, float] | None = None,
         on_holds: Callable[[HoldsChanged], None] | None = None,
         on_wrong: Callable[[HintWrong], None] | None = None,
+        on_failed: Callable[[], None] | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         self.node_id = node_id
@@ -142,6 +144,7 @@ class CacheService:
         self._l4_refused: str | None = None  # why it is off, where it should be on
         self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
         self._on_holds, self._on_wrong, self._limits = on_holds, on_wrong, limits
+        self._on_failed = on_failed
         self._l3_bytes, self._l4_path, self._l4_bytes = l3_bytes, Path(l4_path), l4_bytes
         self._l4_store: Literal["slab", "lmdb"] = l4_store
         self._inbox: deque[Event | Note | _Call] = deque()
@@ -190,7 +193,7 @@ class CacheService:
 
     def stats(self) -> Snapshot:
         """The counters of L3 and L4."""
-        return self._ask(lambda: self._coordinator.snapshot())
+        return self._ask(self._snapshot)
 
     def pages(
         self, tenant: str | bytes | None = None, tier: TierName | None = None, limit: int = 1000
@@ -230,6 +233,13 @@ class CacheService:
         """
         ids = self._ask(partial(self._page_ids, None))
         return keys_with([key for key, _ in ids], heads, limit)
+
+    def _snapshot(self) -> Snapshot:
+        """The coordinator's, and what it never heard of: its socket lets no message through that can't be."""
+        assert self._server is not None
+        snapshot = self._coordinator.snapshot()
+        snapshot.bad_messages += self._server.bad_messages
+        return snapshot
 
     def _page_ids(self, most: int | None) -> list[PageId]:
         return self._coordinator.page_ids(most)
@@ -383,8 +393,10 @@ class CacheService:
 
         def ask() -> None:
             self._last_ticket += 1
-            self._tickets[self._last_ticket] = _Ticket(future, durable)
-            self._handle(make(self._last_ticket))
+            ticket = self._last_ticket
+            self._tickets[ticket] = _Ticket(future, durable)
+            future.add_done_callback(lambda _: self._tickets.pop(ticket, None))
+            self._handle(make(ticket))
 
         self._put(_Call(ask, future.set_exception))
         return list(future.result(timeout_s))
@@ -404,6 +416,14 @@ class CacheService:
     def _post(self, events: Sequence[Event | Note]) -> None:
         self._append(*events)
 
+    def _part_died(self, part: str, error: BaseException) -> None:
+        """A thread that the node can't do without has ended: so does the node, at once, and its supervisor starts another."""
+
+        def end() -> None:
+            raise RuntimeError(f"{part} ended") from error
+
+        self._append(_Call(end, lambda _: None))
+
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -417,10 +437,14 @@ class CacheService:
                 while self._server.notes:
                     self._note(self._server.notes.popleft())
         except BaseException as error:
-            self._note(f"the cache of node {self.node_id} fails: {error!r}")
+            cause = f", by {error.__cause__!r}" if error.__cause__ is not None else ""
+            self._note(f"the cache of node {self.node_id} fails: {error!r}{cause}")
+            log.exception("what the cache of node %s fails by", self.node_id)
             raise
         finally:
             self._end()
+            if self._state == "failed" and self._on_failed is not None:
+                self._on_failed()
 
     def _take_inbox(self, server: NodeServer) -> None:
         # What a worker sent before an admin call was made is heard before the call: nothing is stored behind a clear.
@@ -472,7 +496,7 @@ class CacheService:
                 if self._mover is not None:
                     self._mover.submit(command)
             case Answer():
-                self._answer(self._tickets.pop(command.ticket), command.results)
+                self._answer(self._tickets[command.ticket], command.results)
             case HoldsChanged():
                 if self._on_holds is not None:
                     self._on_holds(command)
@@ -534,7 +558,7 @@ class CacheService:
         if self._ssd is not None and self._host is not None:
             for note in self._ssd.notes:
                 self._note(note)
-            self._mover = Mover(self._host, self._ssd, self._l4_path, self._post)
+            self._mover = Mover(self._host, self._ssd, self._l4_path, self._post, self._part_died)
         now = time.monotonic()
         self._coordinator = Coordinator(
             node_id=self.node_id,
@@ -582,9 +606,8 @@ class CacheService:
                 self._state = "failed"
         self._close()
         stopped = ServiceStopped(f"the cache of node {self.node_id} is {self._state}")
-        for ticket in self._tickets.values():
+        for ticket in list(self._tickets.values()):
             ticket.future.set_exception(stopped)
-        self._tickets = {}
         for item in self._inbox:
             if isinstance(item, _Call):
                 item.fail(stopped)

@@ -154,6 +154,7 @@ class Snapshot:
     tiers: dict[TierName, TierCounters] = field(default_factory=dict)
     totals: RequestTotals = field(default_factory=RequestTotals)
     fetches: FetchCounters = field(default_factory=FetchCounters)
+    bad_messages: int = 0  # that a node heard and that couldn't be; each ended its sender's connection
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
@@ -164,6 +165,7 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
             total.tiers[name].add(counters)
         total.totals.add(one.totals)
         total.fetches.add(one.fetches)
+        total.bad_messages += one.bad_messages
     return total
 
 
@@ -186,12 +188,15 @@ def lasting(snapshot: Snapshot) -> Snapshot:
         },
         totals=replace(snapshot.totals, used_page_tokens=0, held_page_tokens=0),
         fetches=replace(snapshot.fetches, failed_pages=dict(snapshot.fetches.failed_pages)),
+        bad_messages=snapshot.bad_messages,
     )
 
 
 def has_restarted(before: Snapshot, now: Snapshot) -> bool:
     """Whether any of an owner's counters fell, which they do only when it starts anew."""
     old, new = lasting(before), lasting(now)
+    if new.bad_messages < old.bad_messages:
+        return True
     if _fell(old.totals, new.totals) or _fell(old.fetches, new.fetches):
         return True
     return any(_fell(counters, new.tiers.get(name, TierCounters())) for name, counters in old.tiers.items())
@@ -247,4 +252,5 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "tiers": {name.value: full.tiers[name].to_json() for name in TierName},
         **full.totals.to_json(),
+        "bad_messages": full.bad_messages,
     }

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import isfinite
 from typing import NamedTuple
 
 from kvtier.tier.messages import Finished
 from kvtier.tier.records import Page, Worker
 from kvtier.tier.score import Costs, Kind, Row, Use
 from kvtier.tier.sinking import Sinking
-
-MOST_COUNTED = 2**30  # policies keep counts in 32 bits, and add to them
-MOST_SESSIONS = 2**63
-MOST_S = 1e9  # of what is told in seconds
-LEAST_DOUBLE, MOST_DOUBLE = 1e-3, 1e12  # pages of a depth at which a page costs twice as much
 
 
 class UsedChain(NamedTuple):
@@ -118,24 +112,3 @@ def depths_of(here: list[int | None]) -> Sequence[int | None]:
             depths[above + 1 : below] = range(least + 1, most)
     depths[at + 1 :] = range(depth + 1, depth + len(here) - at)
     return depths
-
-
-def malformed(message: Finished, max_keys: int) -> str | None:
-    """What can't be of a request that is over; None when all is well."""
-    if sum(map(len, message.keys)) > max_keys:
-        return f"more than {max_keys} pages"
-    if any(len(key) != 32 for keys in message.keys for key in keys):
-        return "keys that aren't of 32 bytes"
-    if any(len(set(keys)) < len(keys) for keys in message.keys):
-        return "a page twice"
-    if not 0 <= message.kind < len(Kind):
-        return f"an end of kind {message.kind}"
-    counts = (message.new_pages, message.output_tokens, message.turn)
-    costs = (message.seconds, message.page_s, message.double_pages)
-    are_counts = min(counts) >= 0 and max(counts) < MOST_COUNTED and 0 <= message.session < MOST_SESSIONS
-    are_costs = (
-        all(map(isfinite, costs)) and min(costs) >= 0 and max(message.seconds, message.page_s) < MOST_S
-    )
-    if message.page_s > 0:
-        are_costs &= LEAST_DOUBLE <= message.double_pages <= MOST_DOUBLE
-    return None if are_counts and are_costs else f"counts {(*counts, message.session)} and costs {costs}"

@@ -15,6 +15,7 @@ import torch
 
 from kvtier.tier.hbm import PeerArena, open_peer
 from kvtier.tier.messages import (
+    MAX_TEXT,
     Arena,
     ArenaUnopened,
     LentPage,
@@ -78,7 +79,7 @@ class Borrower:
         except (ValueError, OSError, RuntimeError) as error:
             os.close(lifeline)
             log.warning("the arena of a peer can't be opened: %s", error)
-            self._link.send(ArenaUnopened(message.lender, str(error)))
+            self._link.send(ArenaUnopened(message.lender, str(error)[:MAX_TEXT]))
         else:
             self._arenas[message.lender] = arena
             self._lifelines[message.lender] = lifeline

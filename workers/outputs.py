@@ -37,6 +37,7 @@ class OutputHello(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _output_decoder = msgspec.msgpack.Decoder(list[Output])
+_UNREADABLE = (msgspec.DecodeError, RecursionError)  # the latter: of lists in lists in lists
 _hello_decoder = msgspec.msgpack.Decoder(OutputHello)
 
 
@@ -143,7 +144,7 @@ def unpack_hello(frame: bytes) -> OutputHello:
     """Raises ValueError when the frame is none."""
     try:
         return _hello_decoder.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise ValueError(f"no hello of a worker: {error}") from error
 
 
@@ -151,5 +152,5 @@ def unpack_outputs(frame: bytes) -> list[Output]:
     """Raises ValueError when the frame is none."""
     try:
         return _output_decoder.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise ValueError(f"no outputs of a worker: {error}") from error

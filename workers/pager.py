@@ -819,7 +819,7 @@ def _chain(chain: LoadChain, group: LayerGroup) -> Chain:
         other_keys=list(chain.other_keys),
         held=chain.held,
         variant=recipe.write.value,
-        decayed="" if other is None else other.value,
+        decayed="" if other in (None, recipe.write) else other.value,
         recent_tokens=recipe.recent_tokens if recipe.decayed else NEVER_DECAYED,
         sink_tokens=recipe.sink_tokens,
         stride_tokens=recipe.stride_tokens,

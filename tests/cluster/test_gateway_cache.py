@@ -89,6 +89,7 @@ def test_stats_add_up_all_owners(client: Client) -> None:
         "aborted_prompt_tokens": 0,
         "failed_requests": 0,
         "page_fill": 1.0,
+        "bad_messages": 0,
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,24 @@ def raw_socket(folder: Path) -> Iterator[socket.socket]:
         raw.settimeout(30.0)
         raw.connect(str(folder / "run" / "sock"))
         yield raw
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def ends(raw: socket.socket) -> bool:
@@ -78,6 +97,28 @@ def test_bytes_that_are_no_message_are_garbage(garbage: bytes) -> None:
 def test_a_message_too_long_to_be_taken_is_not_sent() -> None:
     with pytest.raises(ValueError, match="at most"):
         frame(Release("x" * ipc.MAX_FRAME_BYTES))
+
+
+# ---- descriptors -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_without_descriptors_accepts_again_when_it_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "ACCEPT_AGAIN_S", 0.05)
+    with running(tmp_path) as service:
+        first = Peer(tmp_path, "first")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as late:
+            late.settimeout(30.0)
+            with no_descriptors():
+                late.connect(str(tmp_path / "run" / "sock"))
+                wait_until(lambda: any("is accepted for now" in note for note in service.notes()))
+                assert len(first.store(0, 1)) == 1  # those that are connected are served
+            late.sendall(frame(HELLO))
+            assert late.recv(1)  # it was not lost
+        assert sum("is accepted for now" in note for note in service.notes()) == 1
+        assert service.health() is None
+        first.close()
 
 
 # ---- connections -------------------------------------------------------------------------------------------------
@@ -180,6 +221,22 @@ def test_the_same_incarnation_is_served_once_at_a_time(tmp_path: Path) -> None:
             return True
 
         wait_until(again)
+
+
+def test_a_connection_that_comes_as_another_ends_is_heard_after_that_end(tmp_path: Path) -> None:
+    server = NodeServer(tmp_path / "run" / "sock", None)
+    ref = WorkerRef("w0", "1")
+    with raw_socket(tmp_path) as first:
+        first.sendall(frame(HELLO))
+        heard = [*server.poll(30.0), *server.poll(30.0)]
+    with raw_socket(tmp_path) as second:
+        server._accept()  # before the first one's end is read
+        second.sendall(frame(HELLO))
+        while len(heard) < 3:
+            heard += server.poll(30.0)
+    server.close()
+
+    assert heard == [FromWorker(ref, HELLO), WorkerGone(ref), FromWorker(ref, HELLO)]
 
 
 def test_a_newer_start_of_a_worker_fences_the_older_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import msgspec
 import pytest
 from cache_world import (
     FP8,
@@ -29,7 +30,7 @@ from kvtier.tier.messages import Finished, WantSlots
 from kvtier.tier.page import TierName
 from kvtier.tier.policies import make_policy
 from kvtier.tier.ranking import Histories
-from kvtier.tier.records import Page
+from kvtier.tier.records import Limits, Page
 from kvtier.tier.rvi import Rvi
 from kvtier.tier.score import Kind, PolicySettings, Use
 from kvtier.tier.shares import Shares
@@ -202,36 +203,24 @@ def test_the_snapshot_says_which_policy_chooses() -> None:
     assert tiers[TierName.HOST].policy == tiers[TierName.SSD].policy == "rvi"
 
 
-BROKEN_USES = [
-    ({"kind": 4}, "an end of kind 4"),
-    ({"keys": [[b"short"]]}, "keys that aren't of 32 bytes"),
-    ({"seconds": -1.0}, "costs (-1.0"),
-    ({"page_s": 0.1, "double_pages": 0.0}, "costs"),
-    ({"page_s": float("nan")}, "costs"),
-    ({"turn": -1}, "counts"),
-    ({"turn": 2**31}, "counts"),
-    ({"output_tokens": 2**62}, "counts"),
-    ({"session": 2**63}, "counts"),
-    ({"page_s": 1e300, "double_pages": 1.0}, "costs"),
-    ({"page_s": 1.0, "double_pages": 1e-300}, "costs"),
-    ({"keys": [[b"k" * 32, b"k" * 32]]}, "a page twice"),
-]
-
-
-@pytest.mark.parametrize(("how", "why"), BROKEN_USES, ids=[str(how) for how, _ in BROKEN_USES])
-def test_a_worker_that_tells_of_a_use_that_cannot_be_is_disconnected(how: dict[str, Any], why: str) -> None:
-    node = Coordinator(node_id="n", incarnation="i", host=HostSlots(4 * SLOT_BYTES, SLOT_BYTES), policy=LRU)
+def test_a_use_of_more_pages_than_a_node_looks_at_ends_its_worker_and_one_of_as_many_does_not() -> None:
+    node = Coordinator(
+        node_id="n",
+        incarnation="i",
+        host=HostSlots(4 * SLOT_BYTES, SLOT_BYTES),
+        policy=LRU,
+        limits=Limits(keys_per_locate=2),
+    )
     ref = WorkerRef("w", "1")
     node.handle(FromWorker(ref, hello_of("w", "1", ONE_SIZE)), 0.0)
-    good: dict[str, Any] = {
-        "request_id": "r", "keys": [[b"k" * 32]], "new_pages": 1, "output_tokens": 1, "kind": 0, "turn": 0,
-        "session": 0, "closed": False, "open": False, "seconds": 1.0, "page_s": 0.0, "double_pages": 0.0,
-    }  # fmt: skip
-    assert node.handle(FromWorker(ref, Finished(**good)), 0.0) == []
+    keys = [[b"k" * 32], [b"l" * 32]]
+    use = Finished("r", keys, 1, 1, 0, 0, 0, False, False, 1.0, 0.0, 0.0)
+    assert node.handle(FromWorker(ref, use), 0.0) == []
 
-    (command,) = node.handle(FromWorker(ref, Finished(**(good | how))), 0.0)
+    more = msgspec.structs.replace(use, keys=[*keys, [b"m" * 32]])
+    (command,) = node.handle(FromWorker(ref, more), 0.0)
 
-    assert isinstance(command, Disconnect) and why in command.reason
+    assert isinstance(command, Disconnect) and "more than 2 pages" in command.reason
     node.check()
 
 

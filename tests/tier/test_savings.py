@@ -190,7 +190,7 @@ def test_workers_are_asked_by_exchanges_alone_and_only_for_pages_they_can_have()
     silent = world.connect("silent")
 
     assert world.locate(silent, "r", TENANT, "ab").pages == 0
-    unknown = chain_of(chain_keys(TENANT, "ab"), spec=b"what nobody named")
+    unknown = chain_of(chain_keys(TENANT, "ab"), spec=b"nobody named it.")
     assert world.locate(exchange, "p", TENANT, "ab", chains=[unknown]).pages == 0
     windowed = chain_of(chain_keys(TENANT, "ab"), window=32, spec=spec_of((0, BF16)))
     assert world.locate(exchange, "p", TENANT, "ab", chains=[windowed]).pages == 0

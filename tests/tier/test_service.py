@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from node_kit import (
     FIELDS,
@@ -40,6 +42,7 @@ from kvtier.tier.events import (
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.mover import load_roots, load_stored_before
 from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
+from kvtier.tier.recording import RecordingError
 from kvtier.tier.service import STAGING_SLOTS, CacheService, ServiceStopped
 from kvtier.tier.ssd import SsdTier
 
@@ -773,6 +776,83 @@ def test_a_loop_that_fails_tells_its_callers_and_its_workers(
         assert "ZeroDivisionError" in service.notes()[-1]
         with pytest.raises(ServiceStopped, match="failed"):
             service.stats()
+
+
+class Died(BaseException):
+    """What no part of the service knows."""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), KeyError("k"), Died()], ids=lambda error: type(error).__name__
+)
+@pytest.mark.parametrize("thread", ["l4-writer", "l4-reader"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_is_the_nodes_failure_at_once_and_hangs_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str, error: BaseException
+) -> None:
+    def die(*_: object) -> None:
+        raise error
+
+    failed = threading.Event()
+    with running(tmp_path, on_failed=failed.set) as service:
+        assert service._ssd is not None
+        peer = Peer(tmp_path)
+        if thread == "l4-writer":
+            monkeypatch.setattr(service._ssd, "write_batch", die)
+            peer.store(0, 1)
+        else:
+            keys = peer.store(0, 3)
+            settle(service)
+            monkeypatch.setattr(service._ssd, "read", die)
+            with pytest.raises(ServiceStopped):
+                service.verify(keys)
+
+        assert failed.wait(30.0)
+        assert service.health() == "the cache of node n0 is failed"
+        assert any(thread in note and type(error).__name__ in note for note in service.notes())
+        assert peer.is_closed.wait(30.0)
+        peer.close()
+        stopping = threading.Thread(target=service.stop, args=(1.0,))
+        stopping.start()
+        stopping.join(30.0)
+        assert not stopping.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_for_the_disk_hears_that_its_thread_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise MemoryError
+
+    with running(tmp_path) as service:
+        assert service._ssd is not None
+        monkeypatch.setattr(service._ssd, "sync", die)
+
+        with pytest.raises(ServiceStopped):
+            service.clear()
+
+
+def test_a_state_that_cannot_be_written_ends_the_recording_with_its_reason_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """msgpack counts the bytes of one piece in 32 bits: the state of some 3 million pages takes more."""
+    encode = msgspec.msgpack.encode
+
+    def too_long(what: object) -> bytes:
+        return encode(memoryview(mmap.mmap(-1, 2**32 + 1))) if isinstance(what, tuple) else encode(what)
+
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr("msgspec.msgpack.encode", too_long)
+            with pytest.raises(RecordingError, match="can't be written: .* 2\\*\\*32"):
+                service.record(tmp_path / "x.kvrec")
+
+        assert not (tmp_path / "x.kvrec").exists()
+        assert service.health() is None and len(peer.store(0, 2)) == 2
+        peer.close()
+        assert service.record(tmp_path / "y.kvrec").ended == ""
 
 
 def test_what_each_tier_has_is_told_as_it_changes_and_whole_when_asked(tmp_path: Path) -> None:
