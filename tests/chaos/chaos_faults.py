@@ -259,20 +259,21 @@ def no_file_grows(scene: Scene) -> None:
 def clock(scene: Scene) -> None:
     """Of each process to another time, back and forth, while requests run."""
     pids = [part["pid"] for part in scene.there.parts().values()] + [scene.there.process("gateway").pid]
-    load = scene.load(scene.questions(8, MIDDLE, 24), "worker-0", "worker-1")
-    hits = scene.there.hits("clock")
+    load = scene.load(scene.questions(8, MIDDLE, 64), "worker-0", "worker-1")
+    hits, jumps = scene.there.hits("clock"), 0
     for _ in range(5):
         scene.there.set(
             clock={str(pid): scene.rng.choice((-1, 1)) * scene.rng.uniform(1, 4e7) for pid in pids}
         )
         scene.pause(0.3)
-    was_over, jumps = load.is_over, scene.there.hits("clock") - hits
+        if not load.is_over:
+            jumps = scene.there.hits("clock") - hits
     scene.finish(load)
     scene.there.set()
     scene.fetches_again()
     scene.end()
-    if was_over or not jumps:
-        raise Missed(f"{jumps} clocks jumped while requests ran")
+    if not jumps:
+        raise Missed("no clock jumped while requests ran")
 
 
 FAULTS = [

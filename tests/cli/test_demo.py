@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 200.0
+DEADLINE_S = 900.0  # of a busy machine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(3000)
 
 
 @pytest.fixture(scope="module")
