@@ -21,8 +21,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers such as tiny_models
-sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+HERE = Path(__file__).parent
+for folder in (HERE, HERE / "kernels"):  # kits such as tiny_models
+    sys.path.insert(0, str(folder))
+    pytest.register_assert_rewrite(*(file.stem for file in folder.glob("*.py")))  # they say both sides too
 
 import triton_kit  # noqa: F401  # before a test imports what imports triton
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import PATIENCE_S, until
 
 from kvtier.cluster.exchange import PageExchangeProcess
 from kvtier.tier.base import Place
@@ -139,7 +139,7 @@ class StubNode:
         self.call(loaded)
 
     def order(
-        self, peer: str, address: str, numbers: range, deadline_s: float = 10.0, **changes: Any
+        self, peer: str, address: str, numbers: range, deadline_s: float = PATIENCE_S, **changes: Any
     ) -> Fetch:
         """Order the connected exchange of this node to fetch pages."""
         self._last_fetch += 1
@@ -287,8 +287,9 @@ def stub(folder: Path, node_id: str, **options: Any) -> Iterator[StubNode]:
 def exchange(
     node_id: str, socket_path: str, secret: str = SECRET, **options: Any
 ) -> Iterator[PageExchangeProcess]:
-    """An exchange in this process, connected, and stopped at the end."""
-    process = PageExchangeProcess(node_id, socket_path, "127.0.0.1", 0, secret, **options)
+    """An exchange in this process, connected, and stopped at the end; patient unless it is told otherwise."""
+    patient = {"deadline_s": PATIENCE_S, "grace_s": PATIENCE_S}
+    process = PageExchangeProcess(node_id, socket_path, "127.0.0.1", 0, secret, **{**patient, **options})
     try:
         until(lambda: process.health() is None, f"the exchange of {node_id} is connected")
         yield process

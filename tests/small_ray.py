@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from waiting import until
 
 
 @contextmanager
@@ -25,3 +28,20 @@ def small_ray(num_cpus: int = 2) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def kill(actor: Any) -> None:
+    """Kill an actor, and wait until whoever calls it is told so: that comes some time after its death."""
+    ray.kill(actor)
+    until(lambda: is_dead(actor), "calls of a killed actor fail")
+
+
+def is_dead(actor: Any) -> bool:
+    """Whether Ray says so."""
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=1.0)
+    except RayActorError:
+        return True
+    except GetTimeoutError:
+        pass
+    return False

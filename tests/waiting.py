@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+PATIENCE_S = 120.0  # of a busy machine: only a test that fails waits so long
 
 
-def eventually(question: Callable[[], T], timeout_s: float = 10.0, every_s: float = 0.002) -> T:
+def eventually(question: Callable[[], T], timeout_s: float = PATIENCE_S, every_s: float = 0.002) -> T:
     """The question's first true answer, or its last one when none is true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (answer := question()) and time.monotonic() <= deadline:
@@ -17,7 +18,7 @@ def eventually(question: Callable[[], T], timeout_s: float = 10.0, every_s: floa
     return answer
 
 
-def until(question: Callable[[], T], what: str, patience_s: float = 30.0, every_s: float = 0.002) -> T:
+def until(question: Callable[[], T], what: str, patience_s: float = PATIENCE_S, every_s: float = 0.002) -> T:
     """The question's first true answer; AssertionError when there is none within `patience_s`."""
     answer = eventually(question, patience_s, every_s)
     assert answer, f"not within {patience_s:g} s: {what}"

@@ -11,7 +11,7 @@ import pytest
 import ray
 from node_kit import PAYLOAD_BYTES
 from ray.exceptions import RayError
-from small_ray import small_ray
+from small_ray import kill, small_ray
 from waiting import until
 
 from kvtier.cluster.directory import Directory
@@ -42,7 +42,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def directory(cluster: None) -> Iterator[Any]:
     handle = Directory.remote()
-    ray.get(handle.info.remote(), timeout=60)
+    ray.get(handle.info.remote(), timeout=300)
     yield handle
     ray.kill(handle)
 
@@ -87,8 +87,8 @@ def test_a_killed_directory_is_told_everything_again_in_its_next_life(directory:
 
 def test_a_directory_that_is_gone_is_a_publish_error(cluster: None) -> None:
     handle = Directory.options(max_restarts=0).remote()
-    ray.get(handle.info.remote(), timeout=60)
-    ray.kill(handle)
+    ray.get(handle.info.remote(), timeout=300)
+    kill(handle)
     feed = Feed(Source("node:n0", "life", "n0", "", ""), ())
     feed.announce_snapshot()
     feed.begin_snapshot({})

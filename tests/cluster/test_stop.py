@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
-from small_ray import small_ray
+from small_ray import kill, small_ray
 
 from kvtier.cluster import launch
 from kvtier.cluster.launch import _stop
@@ -40,11 +39,9 @@ def test_what_does_not_answer_is_silent_and_what_is_dead_is_not(
     monkeypatch.setattr(launch, "_STOP_EXTRA_S", 10.0)
     actor: Any = ray.remote(num_cpus=0)(Stoppable)
     parts = {name: part_of(name, actor.remote()) for name in ("well", "dead", "silent")}
-    ray.get([part.handle.stop.remote() for part in parts.values()], timeout=60)
+    ray.get([part.handle.stop.remote() for part in parts.values()], timeout=300)
     parts["silent"].handle.hang.remote()
-    ray.kill(parts["dead"].handle)
-    with pytest.raises(RayActorError):
-        ray.get(parts["dead"].handle.stop.remote(), timeout=60)
+    kill(parts["dead"].handle)
 
     unheard = {part.name: is_silent for part, is_silent in _stop([*parts.values()], 0.0)}
 
