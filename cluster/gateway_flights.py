@@ -24,11 +24,19 @@ from kvtier.cluster.gateway_holders import Addresses
 from kvtier.cluster.gateway_ports import DEAD, HEALTHY, STALLED, OwnerDown, WorkerPort, asked_health
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_streams import Attempt, Stream
+from kvtier.cluster.gateway_suspects import Suspects
 from kvtier.cluster.gateway_workers import Worker, Workers
 from kvtier.cluster.held import Held
 from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
-from kvtier.workers.api import EngineRequest, FinishReason, Output, QueueFull, WorkerInfo
+from kvtier.workers.api import (
+    WORKER_FAILED,
+    EngineRequest,
+    FinishReason,
+    Output,
+    QueueFull,
+    WorkerInfo,
+)
 from kvtier.workers.pulse import TURN_S
 
 log = logging.getLogger(__name__)
@@ -62,6 +70,8 @@ class Flights:
         for info, port in there:
             self._workers.add(info, port)
         self._streams: dict[str, Stream] = {}
+        self._suspects = Suspects()
+        self._left: dict[str, Worker] = {}  # of suspects that wait: where they were
         self._nonce = secrets.token_hex(4)  # of this gateway: workers may know the names that others gave
         self._attempts = 0
         self._latest: OrderedDict[str, list[Attempt]] = OrderedDict()
@@ -191,6 +201,7 @@ class Flights:
             stream.fail(Refusal(code, str(error)))
             return
         self._move(stream, worker, f"did not take the request: {error}")
+        self._try_suspects()
 
     def _move(self, stream: Stream, worker: Worker, why: str) -> None:
         """Its worker does nothing more for it: it goes on at another one, or fails saying `why`."""
@@ -198,23 +209,56 @@ class Flights:
         if stream.is_settled:
             return
         stream.leave(why)
+        request_id = stream.request.request_id
+        self._suspects.left(request_id)
         stopped = _story(stream)
         if stream.moves >= MAX_MOVES:
             stopped += f"; the request had gone on at another worker {MAX_MOVES} times already"
         elif not stream.can_move:
             stopped += f"; the request has given too many tokens, {stream.given_tokens}, to go on elsewhere"
+        elif self._suspects.is_suspect(request_id):
+            self._left[request_id] = worker
+            return
         else:
-            stream.moves += 1
-            try:
-                self._place(stream, self._left_at(worker, stream), avoid=frozenset({worker.info.worker_id}))
-            except Refusal as refusal:
-                stopped += f"; {refusal.message}"
-            else:
-                log.warning(
-                    "request %s goes on at %s: %s", stream.request.request_id, stream.worker_id, stopped
-                )
-                return
+            self._go_on(stream, worker, frozenset({worker.info.worker_id}))
+            return
         stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, stopped))
+
+    def _go_on(self, stream: Stream, left: Worker, avoid: frozenset[str]) -> None:
+        """It has left a worker, and goes to another one; it fails where there is none."""
+        stopped = _story(stream)
+        stream.moves += 1
+        try:
+            self._place(stream, self._left_at(left, stream), avoid=avoid)
+        except Refusal as refusal:
+            stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, f"{stopped}; {refusal.message}"))
+        else:
+            log.warning("request %s goes on at %s: %s", stream.request.request_id, stream.worker_id, stopped)
+
+    def _try_suspects(self) -> None:
+        """Let suspects go on, each at a worker that tries no other one; the rest wait until one has been tried."""
+        for request_id in self._suspects.waiting:
+            stream, left = self._streams[request_id], self._left.get(request_id)
+            if left is None or stream.is_settled:
+                continue  # it ends
+            trying = {*self._suspects.trials.values()}
+            free = self._workers.able(stream, left) - trying
+            if trying and not free:
+                continue
+            avoid = {*self._workers.by_id} - free if free else {left.info.worker_id}
+            self._go_on(stream, left, frozenset(avoid))
+            if stream.failure is None:
+                del self._left[request_id]
+                self._suspects.begin(request_id, stream.worker_id)
+
+    def _refuse(self, stream: Stream) -> None:
+        """Workers died under it, one after the other, and it was tried alone: it goes nowhere any more."""
+        self._end_at_worker(stream)
+        told = f"{_story(stream)}: the request is not moved on, since it was running there each time and gave nothing"
+        log.error(
+            "request %s of tenant %s is refused: %s", stream.request.request_id, stream.request.tenant, told
+        )
+        stream.fail(Refusal(grpc.StatusCode.INTERNAL, told))
 
     def _hand_over(self, stream: Stream, worker: Worker) -> None:
         """Its worker has prefilled it: it goes on at one that decodes."""
@@ -246,7 +290,7 @@ class Flights:
     def _let_go(self, stream: Stream) -> None:
         stream.abandon()
         if stream.is_over_at_worker:
-            del self._streams[stream.request.request_id]
+            self._forget(stream)
         else:
             self._spawn(self._cancel(stream))
 
@@ -260,7 +304,14 @@ class Flights:
             log.warning("worker %s did not end request %s", stream.worker_id, stream.request.request_id)
         finally:
             self._end_at_worker(stream)
-            del self._streams[stream.request.request_id]
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        request_id = stream.request.request_id
+        del self._streams[request_id]
+        self._left.pop(request_id, None)
+        if self._suspects.over(request_id):
+            self._try_suspects()
 
     async def _cancel_at_worker(self, stream: Stream) -> None:
         worker = self._worker_of(stream)
@@ -312,21 +363,29 @@ class Flights:
         if worker.unheard and self._workers.hear(worker):
             worker.condition.is_now(HEALTHY, time.time())
             log.info("worker %s is heard of again", worker_id)
+        failed = ""
         for output in outputs:
             stream = worker.streams.get(output.request_id)
-            if stream is not None:
+            if output.error is not None and output.error.startswith(WORKER_FAILED):
+                failed = output.error
+            elif stream is not None:
                 self._on_output(worker, stream, output)
+        if failed:
+            self.lose(worker, failed)
 
     def _on_output(self, worker: Worker, stream: Stream, output: Output) -> None:
         reason = output.finish_reason
         if reason is FinishReason.CANCELLED and not (stream.is_cancelling or stream.is_settled):
             self._move(stream, worker, f"gave the request up: {output.error or 'it is stopping'}")
+            self._try_suspects()
             return
         if output.token_ids and stream.queued_tokens:
             worker.computed(stream)
             if not stream.has_given:  # else what was computed is more than the prompt
                 self._workers.measure(output)
         stream.take(output)
+        if output.token_ids and stream.has_gone_on and self._suspects.gave(stream.request.request_id):
+            self._try_suspects()
         if reason is not None and stream.is_over_at_worker:
             self._end_at_worker(stream)
             if not stream.is_settled:  # some of its sequences were only prefilled
@@ -342,6 +401,7 @@ class Flights:
             self.lose(before, "it was started anew")
         self._workers.add(info, port)
         self.health_changed.set()
+        self._try_suspects()
 
     def look(self) -> None:
         """To be called once in TURN_S: whoever nothing is heard of gets nothing more that others can take."""
@@ -354,7 +414,7 @@ class Flights:
         worker = self._workers.get(worker_id)
         if worker is None:
             return False
-        self.lose(worker, "it was taken out")
+        self.lose(worker, "it was taken out", is_ordered=True)
         self._workers.remove(worker_id)
         return True
 
@@ -364,16 +424,29 @@ class Flights:
         if worker is not None:
             self.lose(worker, reason)
 
-    def lose(self, worker: Worker, reason: str) -> None:
-        """A worker is gone: its requests go on at others, or fail with UNAVAILABLE. Idempotent."""
+    def lose(self, worker: Worker, reason: str, *, is_ordered: bool = False) -> None:
+        """A worker is gone: its requests go on at others, or fail with UNAVAILABLE. Idempotent.
+
+        Where that was not ordered it may be one of them that ended it: see Suspects.
+        """
         if worker.down is not None:
             return
         self._workers.mark_down(worker, reason)
         worker.condition.is_now(DEAD, time.time())
         log.error("worker %s is down: %s", worker.info.worker_id, reason)
         self.health_changed.set()
-        for stream in list(worker.streams.values()):
-            self._move(stream, worker, f"went down: {reason}")
+        streams = sorted(worker.streams.values(), key=lambda stream: not stream.has_gone_on)
+        culprits: set[str] = set()
+        if not is_ordered:
+            ids = [stream.request.request_id for stream in streams if not stream.is_settled]
+            culprits = self._suspects.died(worker.info.worker_id, ids)
+        for stream in streams:
+            if stream.request.request_id in culprits:
+                stream.leave(f"went down: {reason}")
+                self._refuse(stream)
+            else:
+                self._move(stream, worker, f"went down: {reason}")
+        self._try_suspects()
 
 
 def _story(stream: Stream) -> str:

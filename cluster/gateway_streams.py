@@ -171,6 +171,7 @@ class Stream:
         self._last: Timings | None = None  # with the last word of its last worker
         self._silent_ids = frozenset(eos_ids) | frozenset(request.sampling.stop_ids)
         self._at_worker: set[int] = set()  # sequences that the worker has not ended
+        self._silent: set[int] = set()  # of these, those that it has given no token of
         self._news = asyncio.Event()
         self._is_first = True
         self._is_abandoned = False
@@ -210,6 +211,7 @@ class Stream:
         self.attempts.append(Attempt(worker_id, request_id, self.given_tokens))
         ended = tuple(sequence.index for sequence in self.sequences if sequence.finish is not None)
         self._at_worker = set(range(len(self.sequences))).difference(ended)
+        self._silent = set(self._at_worker)
         self._is_counted = self.has_given
         self.is_cancelling = False
         if not self.has_given:
@@ -227,6 +229,11 @@ class Stream:
         return not self._at_worker
 
     @property
+    def has_gone_on(self) -> bool:
+        """The worker has given a token of every sequence that it has."""
+        return not self._silent
+
+    @property
     def is_complete(self) -> bool:
         """Every sequence has its end; nothing the worker may still say changes what the client reads."""
         return all(sequence.finish is not None for sequence in self.sequences)
@@ -239,6 +246,8 @@ class Stream:
     def take(self, output: Output) -> None:
         """Add a step's output of one sequence."""
         self._news.set()
+        if output.token_ids:
+            self._silent.discard(output.index)
         if output.finish_reason is not None:
             self._at_worker.discard(output.index)
         if self._is_abandoned or self.is_overfull:

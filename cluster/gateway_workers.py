@@ -149,6 +149,13 @@ class Workers:
         """At least one is not down."""
         return any(worker.down is None for worker in self)
 
+    def able(self, stream: Stream, left: Worker) -> set[str]:
+        """Ids of those with room for a stream that has left a worker; those that stand still only where all do."""
+        there = [one for one in self if one.down is None and one is not left]
+        there = [one for one in there if not one.is_stalled] or there
+        most = self._max_sequences - _sequences(stream)
+        return {one.info.worker_id for one in there if one.sequences <= most}
+
     def mark_down(self, worker: Worker, reason: str) -> None:
         """It is gone: nothing goes there any more."""
         worker.down = reason

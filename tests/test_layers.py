@@ -117,7 +117,10 @@ PURE = (
         f"cluster/{name}.py"
         for name in ("config", "config_nodes", "config_values", "policies", "routing", "fleet", "text")
     ]
-    + [f"cluster/{name}.py" for name in ("gateway_status", "gateway_find", "gateway_outcomes", "life")]
+    + [
+        f"cluster/{name}.py"
+        for name in ("gateway_status", "gateway_find", "gateway_outcomes", "gateway_suspects", "life")
+    ]
     + [f"cluster/{name}.py" for name in ("held", "part_states", "pulses")]
     + [f"cluster/directory_{name}.py" for name in ("core", "slots", "table")]
     + [f"cluster/{name}.py" for name in ("simulation", "simulation_node", "simulation_parts")]

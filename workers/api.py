@@ -14,6 +14,9 @@ class QueueFull(Exception):
     """A worker has as many requests waiting as it takes; the message names the number. Try again later."""
 
 
+WORKER_FAILED = "the worker failed"  # how the error of each request begins that a step loop ended with
+
+
 class WorkerStopped(RuntimeError):
     """The worker takes nothing more: it is stopping, or it failed, and the message says how."""
 

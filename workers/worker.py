@@ -36,6 +36,7 @@ from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot, TierCounters
 from kvtier.workers.accounts import Accounts
 from kvtier.workers.api import (
+    WORKER_FAILED,
     EngineRequest,
     Explanation,
     FinishReason,
@@ -957,9 +958,7 @@ class DecodeWorker:
     def _fail_all(self) -> None:
         """The loop can't go on: nobody may wait for it."""
         for request in self._requests.values():
-            self._outputs += _refused(
-                request.spec, FinishReason.CANCELLED, f"the worker failed: {self._error}"
-            )
+            self._outputs += _refused(request.spec, FinishReason.CANCELLED, f"{WORKER_FAILED}: {self._error}")
         self._requests.clear()
         self._outputs += self._handovers.end_all(FinishReason.PREFILLED, time.monotonic())
         self._send_outputs()

@@ -65,8 +65,9 @@ def test_text_tokens_and_logprobs_are_the_same_wherever_workers_are_lost(
     expected = as_told(completion(steady.generate(PROMPT, **options)))
 
     @settings(max_examples=12, deadline=None)
-    @given(cuts=st.lists(st.integers(0, 12), max_size=MAX_MOVES))
-    def same(cuts: list[int]) -> None:
+    @given(first=st.integers(0, 12), then=st.lists(st.integers(1, 12), max_size=MAX_MOVES - 1))
+    def same(first: int, then: list[int]) -> None:
+        cuts = [first, *then]
         with driving(text, workers=MAX_MOVES + 1) as drive:
             call = drive.ask(PROMPT, **options)
             for cut in cuts:
