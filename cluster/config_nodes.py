@@ -46,7 +46,7 @@ class WorkerConfig(Section):
     role: Role | tuple[Role, ...] = "both"
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share one worker's weights and pages
     gpus: Literal["auto"] | float = "auto"  # of each rank; auto: 1 where nodes have GPUs, else 0
-    threads: int = Field(default=0, ge=0)  # 0: the physical cores, shared out among the workers
+    threads: int = Field(default=0, ge=0)  # 0: the physical cores within the CPU quota, shared out
     max_batch_tokens: int = Field(
         default=2048, ge=16
     )  # of one step: more is faster prefill, less is smoother decode

@@ -17,12 +17,14 @@ from kvtier.cluster.actors import Actors
 from kvtier.cluster.config import Config
 from kvtier.cluster.homes import Home, Homes, NoHome
 from kvtier.cluster.life import ABSENT_S, Kind, Member
+from kvtier.cluster.memory_watch import MemoryWatch
 from kvtier.cluster.placement import Place, Placement, PlacementError
 from kvtier.cluster.raylets import Raylets, RayUnavailable
-from kvtier.cluster.scout import Ground, Scout, ScoutError, cores_here, tls_refusal
-from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
+from kvtier.cluster.scout import Ground, Scout, ScoutError, tls_refusal
+from kvtier.cluster.stored import StoredPages, l1_notice, latent_refusal, stored_pages
 from kvtier.cluster.watch import Part, Watch, first_line, last_line, log, made, start_gateway, who
 from kvtier.workers.endpoints import Endpoint
+from kvtier.workers.limits import cores_here
 
 DRAIN_S = 30.0  # for pages that are not on SSD yet
 FINISH_S = 5.0  # for requests that are running
@@ -59,6 +61,7 @@ class Launched:
         self._homes = Homes(self._placement, Scout(config), here)
         self._parts: list[Part] = []
         self._watch: Watch | None = None
+        self._memory = MemoryWatch()
         self.endpoint = ""
         self.has_tokenizer = False
         self.notes: list[str] = []  # what nodes say of how they came up, such as a damaged L4: one line each
@@ -79,10 +82,12 @@ class Launched:
                 # On this thread, since Ray's daemons die with the thread that starts them.
                 self._raylets.start()
                 ray_started()
-                stored = loading.result()
+                stored, l1_notice = loading.result()
             places = [home.place for home in self._homes.find(progress)]
         except (RayUnavailable, PlacementError, ScoutError) as error:
             raise LaunchError(str(error)) from error
+        if l1_notice:
+            self.notes.append(l1_notice)
         actors = Actors(self._config, self._model, stored, self._placement, len(places), self._ray_dir)
         self._start_parts(actors, places, progress)
 
@@ -97,7 +102,8 @@ class Launched:
         """Why nobody can be served any more; "" while all is well, or may be well again."""
         assert self._watch is not None
         if not self._raylets.is_alive():
-            return "Ray died"
+            killed = self._memory.reason()
+            return f"Ray died: {killed}" if killed else "Ray died"
         return self._watch.hopeless()
 
     def stop(self, progress: Progress) -> list[str]:
@@ -129,20 +135,32 @@ class Launched:
         gateway = self._parts[-1]
         answers = [(part, part.handle.__ray_call__.remote(who)) for part in self._parts]
         for part, answer in answers:
-            part.process = _await(part.name, answer, lambda: progress("loading the model"))
+            part.process = self._await(part.name, answer, lambda: progress("loading the model"))
         progress("opening the gateway")
         listening = start_gateway(self._parts)
-        self.endpoint = _await("gateway", listening, lambda: progress("opening the gateway"))
+        self.endpoint = self._await("gateway", listening, lambda: progress("opening the gateway"))
         gateway.make = partial(
             actors.gateway, Endpoint.parse(self.endpoint).port
         )  # the same port from now on
-        status = _await("gateway", gateway.handle.status.remote(), lambda: None)
+        status = self._await("gateway", gateway.handle.status.remote(), lambda: None)
         self.has_tokenizer = bool(status.model.tokenizer_digest)
-        self.notes = [f"{each.id}: {' '.join(note.split())}" for each in status.nodes for note in each.notes]
+        self.notes += [f"{each.id}: {' '.join(note.split())}" for each in status.nodes for note in each.notes]
         absent_s = max(ABSENT_S, _ABSENT_STARTS * (time.monotonic() - began))
-        self._watch = Watch(self._parts, self._config.cluster.stalled_after_s, absent_s)
+        self._watch = Watch(self._parts, self._config.cluster.stalled_after_s, absent_s, self._memory)
         self.notes += self._watch.look(time.monotonic())  # the directory is told of all
         self.notes += self._homes_say()
+
+    def _await(self, name: str, ref: Any, progress: Callable[[], None]) -> Any:
+        """The result of an actor's call; `progress` is called meanwhile. LaunchError names the part and why."""
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
+            self._memory.look()
+            progress()
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise LaunchError(f"{name} can't start: {first_line(error.cause)}") from error
+        except RayError as error:
+            raise LaunchError(f"{name} can't start: {self._memory.reason() or last_line(error)}") from error
 
     def _made(self, actors: Actors, places: Sequence[Place]) -> list[Part]:
         """Workers first, which take longest; the gateway last."""
@@ -220,28 +238,20 @@ def _processes(config: Config) -> tuple[int, int]:
     return workers + (1 if raylets == 1 else 2), 1 if workers * raylets == 1 else 2
 
 
-def _load(model: Path, config: Config) -> StoredPages:
-    """Import what runs in the actors, which takes torch and so takes seconds, and look at the model."""
+def _load(model: Path, config: Config) -> tuple[StoredPages, str]:
+    """Import what runs in the actors, which takes torch and so takes seconds, and look at the model: its pages, and what is
+    to be said of L1."""
     import kvtier.cluster.gateway
     import kvtier.cluster.node
     import kvtier.workers.actor  # noqa: F401
 
     try:
-        return stored_pages(model, config)
+        stored, notice = stored_pages(model, config), l1_notice(model, config)
     except (ValueError, OSError) as error:
         raise LaunchError(f"model {model}: {error}") from error
-
-
-def _await(name: str, ref: Any, progress: Callable[[], None]) -> Any:
-    """The result of an actor's call; `progress` is called meanwhile. LaunchError names the part and why."""
-    while not ray.wait([ref], timeout=_POLL_S)[0]:
-        progress()
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        raise LaunchError(f"{name} can't start: {first_line(error.cause)}") from error
-    except RayActorError as error:
-        raise LaunchError(f"{name} can't start: {last_line(error)}") from error
+    if notice and config.model.max_context:  # somebody asked for so much
+        raise LaunchError(notice)
+    return stored, notice
 
 
 def _stop(parts: Sequence[Part], limit_s: float, *arguments: float) -> Iterator[tuple[Part, bool]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -18,6 +16,7 @@ from kvtier.cluster.config_nodes import TransferConfig, TransferTls
 from kvtier.cluster.l4_folders import Kept, kept_in, l4_root
 from kvtier.cluster.placement import Place
 from kvtier.cluster.sources import Sources, sources_here, sources_refusal
+from kvtier.workers.limits import cores_here
 from kvtier.workers.model_store import ModelError, default_cache, resolve
 
 
@@ -27,7 +26,7 @@ class ScoutError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a machine offers. `model` is the model's folder there, `cache` kvtier's; `cores` are those we may use, and
+    """What a machine offers. `model` is the model's folder there, `cache` kvtier's; `cores` are those we may use at once, and
     `kept` the folders of L4 on its disk."""
 
     model: Path
@@ -43,11 +42,6 @@ class _Report:
     cores: int
     kept: tuple[Kept, ...]
     wrong: str  # why the machine can't be used
-
-
-def cores_here() -> int:
-    """Physical cores that this process may use."""
-    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
 
 
 def tls_refusal(tls: TransferTls | None) -> str:

@@ -33,6 +33,7 @@ from kvtier.cluster.life import (
     Told,
     Wire,
 )
+from kvtier.cluster.memory_watch import MemoryWatch
 from kvtier.cluster.part_states import PartState, PartStates
 from kvtier.cluster.pulses import Ask, Kill, Pulses
 
@@ -115,10 +116,17 @@ class _Answer:
 class Watch:
     """Owned by the supervisor's main thread. Nothing here waits: what isn't answered yet is looked for the next time."""
 
-    def __init__(self, parts: Sequence[Part], stalled_after_s: float, absent_s: float = ABSENT_S) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        stalled_after_s: float,
+        absent_s: float = ABSENT_S,
+        memory: MemoryWatch | None = None,
+    ) -> None:
         """The parts' processes are known and the gateway serves. One that stands still for so long is killed, and made
         anew what answers nothing for `absent_s` while nobody knows of its death."""
         self._parts = {part.name: part for part in parts}
+        self._memory = memory or MemoryWatch()
         members = [part.member for part in parts]
         self._life = Life(members, absent_s)
         self._pulses = Pulses(stalled_after_s)
@@ -136,6 +144,7 @@ class Watch:
     def look(self, now: float) -> list[str]:
         """See who has died and who is back, do what that takes, and return one line for each that people should know."""
         said: list[str] = []
+        self._memory.look()
         for event in [event for part in self._parts.values() for event in self._seen(part)]:
             if isinstance(event, Lost):
                 self._withdraw(self._parts[event.part])
@@ -154,7 +163,8 @@ class Watch:
         events: list[Answered | Lost] = []
         if part.process and not part.is_alive:
             part.process = None
-            events.append(Lost(part.name, "", is_over=not part.is_kept))
+            reason = self._memory.reason() if part.is_here() else ""
+            events.append(Lost(part.name, reason, is_over=not part.is_kept))
         if part.asked is None:
             part.was_lost = part.process is None
             part.asked = part.handle.__ray_call__.remote(who)
@@ -175,7 +185,8 @@ class Watch:
             # One that has just died may be said to be so for good, though Ray is starting it again.
             is_over = part.was_lost or not part.is_kept
             part.process = None
-            return [Lost(part.name, last_line(error) if is_over else "", is_over=is_over)]
+            killed = self._memory.reason() if part.is_here() else ""
+            return [Lost(part.name, killed or (last_line(error) if is_over else ""), is_over=is_over)]
         except RayError as error:
             log.warning("%s can't be asked: %s", part.name, last_line(error))
             return []

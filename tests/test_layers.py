@@ -53,7 +53,7 @@ NEVER = {
 PURE_WORKERS = (
     *("sequence", "page_table", "scheduler"),
     *("frames", "page_cache", "page_pool", "pooled_pages"),
-    *("ghosts", "ranks", "turns", "costs", "expected", "endpoints"),
+    *("ghosts", "ranks", "turns", "costs", "expected", "endpoints", "cgroups"),
     *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1", "handover"),
     *("group_plan", "group_share"),
 )
@@ -121,7 +121,7 @@ PURE = (
         f"cluster/{name}.py"
         for name in ("gateway_status", "gateway_find", "gateway_outcomes", "gateway_suspects", "life")
     ]
-    + [f"cluster/{name}.py" for name in ("held", "part_states", "pulses")]
+    + [f"cluster/{name}.py" for name in ("held", "memory_kills", "part_states", "pulses")]
     + [f"cluster/directory_{name}.py" for name in ("core", "slots", "table")]
     + [f"cluster/{name}.py" for name in ("simulation", "simulation_node", "simulation_parts")]
 )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -25,6 +24,7 @@ from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot
 from kvtier.workers.api import EngineRequest, Explanation, Output, QueueFull, WorkerInfo, WorkerStopped
+from kvtier.workers.limits import cores_here
 from kvtier.workers.outputs import OutputSender
 from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
 
@@ -152,7 +152,7 @@ class DecodeWorkerProcess:
 
         raise_malloc_thresholds()
         is_group = tensor_parallel > 1
-        threads = threads or psutil.cpu_count(logical=False) or 1
+        threads = threads or cores_here()
         runner = (partial(load_group, tensor_parallel=tensor_parallel) if is_group else load_runner)(
             model_path,
             dtype=dtype,

@@ -134,7 +134,7 @@ class Scheduler:
         cut = f", cut in {slabs.num_slabs} parts for pages of one size each" if slabs.num_slabs > 1 else ""
         raise ValueError(
             f"prompt of {prompt_tokens} tokens and max_tokens {max_tokens} need {pages} pages of {table.page_tokens} "
-            f"tokens at once, {nbytes} bytes; L1 has {table.capacity_bytes}{cut}"
+            f"tokens at once, {nbytes} bytes; L1 has {table.capacity_bytes}{cut} (tiers.l1.bytes)"
         )
 
     def add(self, seq: Sequence) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
 from kvtier.tier.recipe import DECAY_STRIDE_TOKENS, Recipe, Window
 from kvtier.workers.formats import CACHE_FORMATS, FORMAT_CODES, MIXED_UNIT_BYTES, LayerGroup, raw_format
+from kvtier.workers.limits import cores_here
 from kvtier.workers.model import layer_groups, read_shape
 from kvtier.workers.model_text import Text
 from kvtier.workers.runner import GroupPages, ModelRunner, Runner, SequenceRows, StepBatch, load_runner
@@ -246,7 +246,7 @@ def _load(settings: Settings, cache_format: str) -> Runner:
         l1_bytes=(pages + 4) * page_bytes,
         numerics="auto",
         forward="auto",
-        threads=settings.threads or _cores(),
+        threads=settings.threads or cores_here(),
         max_context=settings.context,
         max_batch_tokens=CHUNK_ROWS,
         epoch=0,
@@ -254,11 +254,6 @@ def _load(settings: Settings, cache_format: str) -> Runner:
         recent_tokens=settings.recent_tokens,
         decay_sinks=settings.sink_tokens,
     )
-
-
-def _cores() -> int:
-    """Physical cores that we may use. torch doesn't know any more once a runner is loaded: it leaves torch one thread."""
-    return min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
 
 
 def _round_up(n: int, to: int) -> int:

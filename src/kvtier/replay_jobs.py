@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from time import monotonic, process_time
 from kvtier.tier.replay import Result
 from kvtier.tier.replay_models import Setup, run_setup
 from kvtier.tier.trace import Trace
+from kvtier.workers.limits import cpus_here
 
 Tick = Callable[[int, int], None]  # pages replayed, of all jobs together, and in all
 Heard = Callable[
@@ -42,7 +42,7 @@ def run_jobs(
 
     Ends its processes whatever happens. Raises ReplayFailed, and RuntimeError for what a replay raised.
     """
-    count = min(processes or len(os.sched_getaffinity(0)), len(setups))
+    count = min(processes or cpus_here(), len(setups))
     total = trace.references * len(setups)
     if count <= 1 or (processes is None and total < _SMALL):
         return _here(trace, setups, tick, heard)

@@ -132,7 +132,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     made.scheduler.check_fits(12, 5, PLAIN)
     with pytest.raises(
         ValueError,
-        match="prompt of 13 tokens and max_tokens 5 need 5 pages of 4 tokens at once, 5 bytes; L1 has 4$",
+        match=r"prompt of 13 tokens and max_tokens 5 need 5 pages of 4 tokens at once, 5 bytes; L1 has 4 \(tiers.l1.bytes\)$",
     ):
         made.scheduler.check_fits(13, 5, PLAIN)
 

@@ -11,40 +11,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 from rich.text import Text
 
+from kvtier.cli.checks import Check, folder_checks, limit_checks, weights_bytes
 from kvtier.cli.common import CliError, human_bytes, out, print_json, settings, state_dir
 from kvtier.cli.connection import JsonOption
+from kvtier.cli.folders import first_existing
 from kvtier.cli.state import StateFolder
 from kvtier.cli.supervisor import cannot_listen
 from kvtier.cli.tables import table
 from kvtier.cli.up import SetOption
 from kvtier.workers.endpoints import Endpoint
+from kvtier.workers.limits import read_limits
 from kvtier.workers.model_store import default_cache, known, list_models
 
 if TYPE_CHECKING:
     from kvtier.cluster.config import Config
 
-Level = Literal["ok", "warn", "fail"]
-
 _SHOWN = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
-_PROCESSES_BYTES = 1536 * 2**20  # Ray's daemons and our processes beside weights and tiers; measured, roughly
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding: `found` is what is, `way_out` what to do unless all is well."""
-
-    name: str
-    level: Level
-    found: str
-    way_out: str = ""
 
 
 def register(app: typer.Typer) -> None:
@@ -117,20 +106,10 @@ def _cuda(config: Config) -> list[Check]:
     return [Check("cuda", "ok", "no GPU: every tier is there all the same, L1 in RAM")]
 
 
-def _memory(config: Config) -> list[Check]:
-    ranks = config.worker.count * config.worker.tensor_parallel
-    # Where GPUs compute, L1 lies in their memory.
-    l1_bytes = 0 if _computes_on_gpus(config) else config.tiers.l1.bytes * ranks
-    need = (l1_bytes + config.tiers.l3.bytes + _PROCESSES_BYTES) * config.ray.raylets
-    have = psutil.virtual_memory().available
-    found = f"{human_bytes(have)} free; tiers and processes take {human_bytes(need)}, weights come on top"
-    if have < need:
-        return [
-            Check("memory", "fail", found, "smaller tiers: --set tiers.l1.bytes=... --set tiers.l3.bytes=...")
-        ]
-    if have < 1.25 * need:
-        return [Check("memory", "warn", found, "close other programs, or use smaller tiers")]
-    return [Check("memory", "ok", found)]
+def _limits(config: Config) -> list[Check]:
+    model = _model_folder(config)
+    weights = weights_bytes(model) if model else 0
+    return limit_checks(config, read_limits(), weights, _computes_on_gpus(config))
 
 
 def _computes_on_gpus(config: Config) -> bool:
@@ -143,7 +122,7 @@ def _disk(config: Config) -> list[Check]:
     need = config.tiers.l4.bytes * config.ray.raylets
     if need == 0:
         return [Check("disk", "ok", "L4 is off")]
-    folder = _first_existing(Path(config.tiers.l4.path or default_cache()).expanduser().absolute())
+    folder = first_existing(Path(config.tiers.l4.path or default_cache()).expanduser().absolute())
     free = shutil.disk_usage(folder).free
     found = f"{human_bytes(free)} free at {folder}, L4 takes up to {human_bytes(need)}"
     way_out = "a smaller tiers.l4.bytes, or tiers.l4.path on a larger disk"
@@ -249,20 +228,30 @@ def _model(config: Config) -> list[Check]:
     return [Check("model", "fail", f"no {path}", "--set model.path=FOLDER, or a name from `kvtier model ls`")]
 
 
-def _folders(config: Config) -> list[Check]:
-    checks = []
-    for name, folder in (("cache folder", default_cache()), ("state folder", state_dir())):
-        place = _first_existing(folder)
-        if os.access(place, os.W_OK):
-            checks.append(Check(name, "ok", str(folder)))
-        else:
-            variable = "KVTIER_CACHE" if name == "cache folder" else "KVTIER_STATE"
-            checks.append(Check(name, "fail", f"can't write to {place}", f"set {variable} to another folder"))
-    return checks
+def _l1(config: Config) -> list[Check]:
+    """Whether the longest request fits."""
+    from kvtier.cluster.stored import longest_in_l1
+
+    if (model := _model_folder(config)) is None:
+        return []
+    try:
+        longest, context = longest_in_l1(model, config)
+    except (ValueError, OSError) as error:
+        return [Check("L1", "fail", f"model {model}: {error}", "--set model.path=FOLDER of another one")]
+    found = f"holds requests of {longest:,} tokens, and the context is {context:,}"
+    if longest >= context:
+        return [Check("L1", "ok", found)]
+    way_out = f"longer ones are refused: raise tiers.l1.bytes, or set model.max_context {longest} or less"
+    return [Check("L1", "fail" if config.model.max_context else "warn", found, way_out)]
 
 
-def _first_existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.parents) if place.exists())
+def _model_folder(config: Config) -> Path | None:
+    """Of a model that is here already."""
+    if model := known(config.model.path):
+        row = next(row for row in list_models(default_cache()) if row["name"] == model.name)
+        return Path(row["path"]) if row["pulled"] else None
+    folder = Path(config.model.path).expanduser()
+    return folder if (folder / "config.json").is_file() else None
 
 
 _LOOKS: tuple[Callable[[Config], list[Check]], ...] = (
@@ -270,11 +259,12 @@ _LOOKS: tuple[Callable[[Config], list[Check]], ...] = (
     _packages,
     _compiler,
     _cuda,
-    _memory,
-    _folders,
+    _limits,
+    folder_checks,
     _disk,
     _huge_pages,
     _lmdb,
     _port,
     _model,
+    _l1,
 )

@@ -13,13 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kvtier.cli.checks import folder_checks, has_gpus, limit_checks, weights_bytes
 from kvtier.cli.common import CliError, state_dir
+from kvtier.cli.folders import TMP
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
 from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.environment import prepare
 from kvtier.cluster.leftovers import Stamp, descendants, end, lasting, remove, stamp_of
 from kvtier.kernels.cpu.build import BuildError, load_library
 from kvtier.workers.endpoints import Endpoint
+from kvtier.workers.limits import read_limits
 from kvtier.workers.model_store import ModelError, default_cache, resolve
 
 if TYPE_CHECKING:
@@ -104,22 +107,23 @@ class Supervisor:
         try:
             if not self._folder.claim():
                 raise CliError(self._folder.already_running())
+            if self._keeps_log:
+                self._folder.take_output()
+            if dead := self._folder.read():
+                found = clean_up_after(dead)
+                self._notice(f"the deployment before this one was killed (pid {dead.pid}): {found}")
+            self._folder.write(self._record)
         except OSError as error:
             raise CliError(
                 f"can't use the state folder {self._folder.folder} ({error.strerror}); set KVTIER_STATE to another"
             ) from error
-        if self._keeps_log:
-            self._folder.take_output()
-        if dead := self._folder.read():
-            found = clean_up_after(dead)
-            self._view.notice(f"the deployment before this one was killed (pid {dead.pid}): {found}")
-        self._folder.write(self._record)
 
     def _start(self) -> None:
         if problem := cannot_listen(self._config.grpc.host, self._config.grpc.port):
             raise CliError("; ".join(problem))
+        self._check_folders()
         if caution := self._config.cluster.caution:
-            self._view.notice(caution)
+            self._notice(caution)
         prepare(os.environ, is_ours=self._config.ray.is_ours)  # before Ray's import, which reads it
         if not self._config.ray.is_ours:
             self._find_cluster()
@@ -127,11 +131,12 @@ class Supervisor:
             model = resolve(self._config.model.path, default_cache(), self._step)
         except ModelError as error:
             raise CliError(str(error)) from error
+        self._check_limits(model)
         self._compile_kernels()
         self._step("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
         # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes. Only we may enter it.
-        self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
-        self._folder.write(self._record)
+        self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir=TMP)
+        self._write()
         from kvtier.cluster.launch import Launched, LaunchError
 
         try:
@@ -143,9 +148,26 @@ class Supervisor:
         self._record.has_tokenizer = self._launched.has_tokenizer
         self._record.processes = descendants()
         self._record.phase, self._record.step = "ready", ""
-        self._folder.write(self._record)
+        self._write()
         for note in self._launched.notes:
-            self._view.notice(note)
+            self._notice(note)
+
+    def _check_folders(self) -> None:
+        """Before Ray starts, which says little of what it can't write."""
+        for check in folder_checks(self._config):
+            if check.level == "fail":
+                raise CliError(f"{check.name}: {check.found}; {check.way_out}")
+            if check.level == "warn":
+                self._notice(check.notice)
+
+    def _check_limits(self, model: Path) -> None:
+        """They are told only: what is needed is an estimate."""
+        if not self._config.ray.is_ours:
+            return  # the nodes may be on other machines
+        on_gpus = self._config.worker.gpus != 0 and has_gpus()
+        for check in limit_checks(self._config, read_limits(), weights_bytes(model), on_gpus):
+            if check.level != "ok":
+                self._notice(check.notice)
 
     def _find_cluster(self) -> None:
         """Before the model, which may take long to fetch."""
@@ -163,7 +185,7 @@ class Supervisor:
         try:
             load_library(default_cache())
         except BuildError as error:
-            self._view.notice(f"{error}; plain torch serves instead, slower")
+            self._notice(f"{error}; plain torch serves instead, slower")
 
     def _wait(self) -> None:
         """Until a signal; CliError when nobody is left to serve."""
@@ -172,12 +194,12 @@ class Supervisor:
             select.select([self._woken], [], [], _WATCH_S)
             lines = self._launched.look()
             for line in lines:
-                self._view.notice(line)
+                self._notice(line)
             if reason := self._launched.hopeless():
                 raise CliError(self._with_logs(f"{reason}, so everything was stopped"))
             if lines:  # whoever cleans up after us must know the processes that are new
                 self._record.processes = list(self._started())
-                self._folder.write(self._record)
+                self._write()
 
     def _stop(self) -> None:
         """Drain and end everything, whatever state it is in."""
@@ -191,9 +213,8 @@ class Supervisor:
         finally:
             end({*started, *descendants()})
             self._leave(left)
-        with suppress(OSError):
-            for line in left:
-                self._view.notice(line)
+        for line in left:
+            self._notice(line)
 
     def _kill(self) -> None:
         end(self._started(), at_once=True)
@@ -209,17 +230,33 @@ class Supervisor:
     def _leave(self, left: Sequence[str] = ()) -> None:
         if self._record.ray_dir:
             remove(Path(self._record.ray_dir))
-        self._folder.release(left)
+        with suppress(OSError):  # a full disk: the record may stay, which names no process that lives
+            self._folder.release(left)
 
     def _step(self, step: str, done: int = 0, total: int | None = None) -> None:
         if step != self._record.step:
             self._record.step = step
             self._record.processes = list(self._started())
-            self._folder.write(self._record)
+            self._write()
         with suppress(OSError):  # the terminal may be gone, and the pages are to be saved all the same
             self._view.step(step, done, total)
         if self._signals and self._record.phase == "starting":
             raise Interrupted
+
+    def _write(self) -> None:
+        """The record. While it serves or stops, a full disk is no reason to end: the record before stays."""
+        try:
+            self._folder.write(self._record)
+        except OSError as error:
+            if self._record.phase == "starting":
+                where = self._folder.folder
+                raise CliError(
+                    f"can't write to the state folder {where}: {error.strerror}; set KVTIER_STATE to another"
+                ) from error
+
+    def _notice(self, line: str) -> None:
+        with suppress(OSError):  # as in _step: a log on a full disk is no reason to end
+            self._view.notice(line)
 
     def _catch_signals(self) -> None:
         """Once at first, and again when Ray has put its handlers in place: they end the process after an alarm."""

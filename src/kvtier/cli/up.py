@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any, NoReturn
@@ -210,11 +211,12 @@ def _detached(arguments: list[str]) -> None:
         os.close(writer)
         try:
             with os.fdopen(reader) as pipe, steps() as progress:
-                last = _follow(pipe, progress)
+                notices: list[str] = []
+                last = _follow(pipe, progress, notices)
                 if not last.get("ready"):
                     code = child.wait()
                     early.seek(0)
-                    _fail(code, _text(folder.log) if last else early.read())
+                    _fail(code, _text(folder.log) if last else early.read(), notices)
         except KeyboardInterrupt:
             child.send_signal(signal.SIGTERM)
             child.wait()
@@ -225,8 +227,9 @@ def _detached(arguments: list[str]) -> None:
     _say_ready(record, time.monotonic() - began, f"kvtier down stops it; its log is {folder.log}")
 
 
-def _follow(pipe: IO[str], progress: Steps) -> dict[str, Any]:
+def _follow(pipe: IO[str], progress: Steps, notices: list[str]) -> dict[str, Any]:
     """Show what the supervisor reports until it is ready or its end of the pipe closes; the last report, {} for none.
+    Adds the notices that it shows.
 
     It reports once the state folder is its own, and so is the log.
     """
@@ -236,6 +239,7 @@ def _follow(pipe: IO[str], progress: Steps) -> dict[str, Any]:
         if told.get("ready"):
             break
         if "notice" in told:
+            notices.append(told["notice"])
             err.print(told["notice"], style="yellow", soft_wrap=True)
         else:
             progress(told["step"], told["done"], told["total"])
@@ -246,9 +250,9 @@ def _text(log: Path) -> str:
     return log.read_text(errors="replace")
 
 
-def _fail(code: int, said: str) -> NoReturn:
-    """The supervisor's own sentence, and the last lines before it where it said more than that."""
-    lines = [line for line in said.splitlines() if line.strip()]
+def _fail(code: int, said: str, shown: Sequence[str] = ()) -> NoReturn:
+    """The supervisor's own sentence, and the last lines before it where it said more than what was shown already."""
+    lines = [line for line in said.splitlines() if line.strip() and line not in shown]
     sentence = lines.pop().removeprefix("kvtier: ") if lines else f"the supervisor ended with code {code}"
     for line in lines[-_LOG_LINES:]:
         print(line, file=sys.stderr)
