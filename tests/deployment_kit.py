@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from waiting import until
 
 from kvtier.workers.model_store import default_cache
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0  # of a busy machine; no law hangs on it
 
 
 class Shell:
@@ -25,7 +26,7 @@ class Shell:
     def __init__(self, folder: Path, model: Path, **more: object) -> None:
         """`more`: keys of the configuration beside those that make it small, with __ for each dot."""
         self.state = folder / "state"
-        self.shared_memory = set(os.listdir("/dev/shm"))
+        self._shared_memory: set[str] = set()  # files that processes of this deployment were seen to have
         self._share_compiled_kernels(folder / "cache")
         self.environment = {
             **os.environ,
@@ -55,6 +56,7 @@ class Shell:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A `kvtier` that runs beside us."""
+        self.note_shared_memory()
         command = [sys.executable, "-m", "kvtier", *arguments]
         return subprocess.Popen(
             command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -92,24 +94,25 @@ class Shell:
                 found.append(process)
         return found
 
+    def note_shared_memory(self) -> None:
+        """Look which named memory the deployment has now: others on this machine have some too, which comes and goes."""
+        for process in self.processes():
+            with suppress(OSError):  # it has just ended
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                self._shared_memory |= set(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+
     def check_nothing_left(self) -> None:
         """No process, no shared memory, no Ray session, no record."""
         assert self.processes() == []
-        new = set(os.listdir("/dev/shm")) - self.shared_memory
-        assert not [name for name in new if not _is_of_a_stranger(name)]
+        assert [name for name in sorted(self._shared_memory) if os.path.exists(name)] == []
         assert not (self.state / "deployment.json").exists()
         assert not list(Path("/tmp").glob(f"kvtier-{self.session}*")) if self.session else True
 
     session = ""  # name of the Ray session's folder, from the record
 
     def remember_session(self) -> None:
+        self.note_shared_memory()
         self.session = Path(json.loads((self.state / "deployment.json").read_text())["ray_dir"]).name
-
-
-def _is_of_a_stranger(name: str) -> bool:
-    """Whether an entry of /dev/shm is the mark of an OpenMP library in a process that lives: then it isn't ours."""
-    mark = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", name)
-    return bool(mark and psutil.pid_exists(int(mark[1])))
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:

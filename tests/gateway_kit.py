@@ -398,7 +398,7 @@ class Served:
             result = function(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=120)
 
     async def status(self) -> inference_pb2.StatusReply:
         """A short status."""
@@ -468,7 +468,7 @@ def serving(
             served.core.close()
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         loop.close()
 
 

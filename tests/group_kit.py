@@ -20,7 +20,7 @@ from kvtier.workers.group import GroupRunner, load_group
 from kvtier.workers.group_link import Child, Launch, launch_process
 from kvtier.workers.group_rank import serve
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 _CHUNK_BYTES = 1 << 20
 
 

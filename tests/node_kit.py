@@ -42,7 +42,7 @@ SMALL_BYTES = 4 * 1024  # of a page in SMALL_VARIANT
 SPEC, SMALL_SPEC = b"spec of tests...", b"spec of small..."
 KINDS = {VARIANT: (SPEC, PAYLOAD_BYTES), SMALL_VARIANT: (SMALL_SPEC, SMALL_BYTES)}
 FIELDS = {"weights": "abc", "epoch": "0"}
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 M = TypeVar("M")
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from deployment_kit import Shell
 from waiting import eventually, until
 
 HERE = Path(__file__).parent
@@ -35,3 +39,30 @@ def test_a_wait_asks_once_more_when_its_time_is_up() -> None:
     began = time.monotonic()
 
     assert until(lambda: time.monotonic() - began > 0.05, "the time", 0.05)
+
+
+def test_shared_memory_that_a_deployment_leaves_is_seen_and_that_of_others_is_not(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, tmp_path)
+    ours, theirs = (Path(f"/dev/shm/kvtier-test-{os.getpid()}-{who}") for who in ("ours", "theirs"))
+    code = f"import mmap, os; kept = mmap.mmap(os.open({str(ours)!r}, os.O_RDWR), 4096); print(flush=True); input()"
+    try:
+        for file in (ours, theirs):
+            file.write_bytes(bytes(4096))
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=shell.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            shell.note_shared_memory()
+            process.kill()
+
+        with pytest.raises(AssertionError, match=ours.name):
+            shell.check_nothing_left()
+        ours.unlink()
+        shell.check_nothing_left()
+    finally:
+        for file in (ours, theirs):
+            file.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from kvtier.workers.api import EngineRequest, FinishReason, Output, SamplingPara
 from kvtier.workers.runner import Runner, StepBatch, load_runner
 from kvtier.workers.worker import DecodeWorker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 PAGE_TOKENS = 16
 
 

@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOME = [fault for fault in FAULTS if fault.in_suite]
 SOME_OWN = [fault for fault in OWN_FAULTS if fault.in_suite]
 
-pytestmark = pytest.mark.timeout(1800)  # of a loaded machine; each request has a deadline of its own
-
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Deployment]:

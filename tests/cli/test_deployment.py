@@ -22,8 +22,6 @@ from deployment_kit import DEADLINE_S, Shell, read_until, wait_for
 
 PROMPT = [(7 * i + 3) % 500 for i in range(100)]
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Shell:

@@ -30,8 +30,6 @@ DEPLOYMENTS: dict[str, dict[str, object]] = {
     "score": {"cache__policy": "score"},
 }
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def own(seed: int, pages: int = 5) -> list[int]:
     """Tokens that no other prompt has."""

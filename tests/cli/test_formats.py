@@ -16,8 +16,6 @@ PROMPT = [(11 * i + 5) % 500 for i in range(100)]
 PAGES = 6  # full ones of the prompt
 CONTEXT = 256
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Shell]:

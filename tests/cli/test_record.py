@@ -223,7 +223,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterato
         made("down")
 
 
-@pytest.mark.timeout(240)
 def test_a_deployment_is_recorded_and_its_trace_has_its_requests(shell: Shell, tmp_path: Path) -> None:
     """Real processes: gateway, worker and node; the recordings begin in the middle of their life."""
     asked, trace = tmp_path / "run.kvrec.gz", tmp_path / "run.jsonl"

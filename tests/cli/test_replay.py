@@ -469,7 +469,7 @@ def test_ctrl_c_ends_the_command_and_its_processes_at_once(tmp_path: Path) -> No
     processes = psutil.Process(started.pid).children(recursive=True)
 
     os.killpg(started.pid, signal.SIGINT)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=300)
 
     assert (started.returncode, out, err) == (130, "", "")
     _, alive = psutil.wait_procs(processes, timeout=10)

@@ -178,7 +178,7 @@ def test_a_call_without_a_secret_or_with_nonsense_is_refused(stack: ExitStack, t
         ),
     ):
         with pytest.raises(grpc.RpcError) as refused:
-            list(fetch(message, metadata=metadata, timeout=10))
+            list(fetch(message, metadata=metadata, timeout=120))
         assert refused.value.code() == code  # type: ignore[attr-defined]
     assert len(away.workers) == 1, "the node did not hear of it"
 
@@ -258,7 +258,7 @@ class Proxy:
     def close(self) -> None:
         self.ending.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(120)
         self._listener.close()
 
 

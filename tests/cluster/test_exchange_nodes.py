@@ -283,7 +283,7 @@ def node_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         child.stdin.close()
         try:
-            child.wait(20)
+            child.wait(120)
         finally:
             child.kill()
             child.stdout.close()

@@ -444,7 +444,7 @@ def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: 
     def slow(prompt: str, *, add_special_tokens: bool) -> list[int]:
         if len(prompt) > 4096:
             reading.release()
-            assert may_end.wait(30)
+            assert may_end.wait(120)
         return encode(prompt, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(text, "_encode", slow)
@@ -458,7 +458,7 @@ def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: 
             clients.submit(lambda prompt=prompt: completion(client.generate(prompt))) for prompt in prompts
         ]
         try:
-            assert reading.acquire(timeout=30)
+            assert reading.acquire(timeout=120)
             assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
             assert client.status()["endpoint"] == served.endpoint
             assert not any(call.done() for call in calls)
@@ -466,7 +466,7 @@ def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: 
             may_end.set()
         for call in calls:
             with pytest.raises(ClientError, match="max_context"):
-                call.result(30)
+                call.result(120)
 
 
 def test_the_smallest_context_of_all_workers_is_everybodys(text: Text) -> None:
@@ -529,7 +529,7 @@ def test_garbage_on_the_port_harms_nobody(shared: Served, client: Client) -> Non
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     for junk in (b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", preface + b"\xff" * 1000, bytes(range(256)) * 50):
         # The server may hang up at any byte.
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(junk)
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65536):
@@ -636,7 +636,7 @@ def test_what_a_stalled_client_leaves_unread_is_bounded(monkeypatch: pytest.Monk
 
         assert served.call(steps_without_a_pause) == 0, "what nobody will read is dropped"
         with pytest.raises(ClientError, match="reads too slowly: 51 tokens wait") as refused:
-            call.result(30)
+            call.result(120)
         assert refused.value.status == "RESOURCE_EXHAUSTED"
         assert eventually(lambda: served.core.in_flight == 0)
         assert len(worker.cancelled) >= 1
@@ -661,7 +661,7 @@ def test_a_client_that_leaves_has_its_request_cancelled(text: Text) -> None:
 def test_a_deadline_cancels_the_request(text: Text) -> None:
     with serving(text, is_manual=True) as served, connect(served.endpoint) as client:
         with pytest.raises(ClientError) as late:
-            completion(client.generate([1], request_id="late", timeout_s=0.2))
+            completion(client.generate([1], request_id="late", timeout_s=2.0))
 
         assert late.value.status == "DEADLINE_EXCEEDED"
         assert eventually(lambda: [*map(client_id, served.workers[0].cancelled)] == ["late"])
@@ -679,7 +679,7 @@ def test_a_cancellation_does_not_overtake_its_request(text: Text) -> None:
 
         worker.submit = slow  # type: ignore[method-assign]
         with pytest.raises(ClientError):
-            completion(client.generate([1], request_id="late", timeout_s=0.2))
+            completion(client.generate([1], request_id="late", timeout_s=2.0))
         assert eventually(lambda: not served.core._streams["late"].is_over_at_worker)
         assert eventually(lambda: served.core._streams["late"].is_abandoned)
         assert worker.cancelled == []

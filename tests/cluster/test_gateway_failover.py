@@ -76,7 +76,7 @@ def test_text_tokens_and_logprobs_are_the_same_wherever_workers_are_lost(
                     break
                 drive.step(holder, cut)
                 drive.lose(holder)
-                if not eventually(lambda: any(one.running for one in drive.workers) or call.done(), 1.0):
+                if not eventually(lambda: any(one.running for one in drive.workers) or call.done(), 30.0):
                     break
             assert as_told(drive.finish(call)) == expected
 
@@ -142,7 +142,7 @@ def test_a_late_output_of_an_old_request_is_no_token_of_a_new_one_of_its_id(
         [worker] = drive.workers
         worker.cancel = deaf  # type: ignore[method-assign]
         with pytest.raises(ClientError):
-            completion(drive.client.generate("abcd", request_id="x", timeout_s=0.3))
+            completion(drive.client.generate("abcd", request_id="x", timeout_s=3.0))
         assert eventually(lambda: drive.served.core.in_flight == 0)
         [old] = worker.running
         call = drive.ask("efgh", max_tokens=4, request_id="x")
@@ -165,7 +165,7 @@ def test_what_a_worker_takes_after_everybody_has_left_is_called_off_there(
 
         worker.submit = slow  # type: ignore[method-assign]
         with pytest.raises(ClientError):
-            completion(drive.client.generate("abcd", max_tokens=400, request_id="x", timeout_s=0.3))
+            completion(drive.client.generate("abcd", max_tokens=400, request_id="x", timeout_s=3.0))
         assert eventually(lambda: drive.served.core.in_flight == 0)
         assert worker.submitted == worker.cancelled == []
         drive.served.call(gate.set)
@@ -185,7 +185,7 @@ def test_a_request_moves_so_often_and_then_fails_naming_worker_and_reason(text: 
             drive.lose(holder, "it was unplugged")
 
         with pytest.raises(ClientError) as failed:
-            call.result(30)
+            call.result(120)
 
     assert len(set(lost)) == MAX_MOVES + 1
     assert failed.value.status == "UNAVAILABLE"
@@ -199,7 +199,7 @@ def test_the_last_workers_requests_fail_at_once(text: Text) -> None:
         drive.lose(drive.holder())
 
         with pytest.raises(ClientError, match="w0 went down: its process ended; no other worker") as failed:
-            call.result(30)
+            call.result(120)
 
     assert failed.value.status == "UNAVAILABLE"
 
@@ -210,7 +210,7 @@ def test_a_full_worker_takes_nobody_elses_requests(text: Text) -> None:
         drive.lose(drive.workers[0])
 
         with pytest.raises(ClientError, match="w0 went down.* w1 has 2 sequences in flight") as failed:
-            calls[0].result(30)
+            calls[0].result(120)
         assert failed.value.status == "UNAVAILABLE"
         drive.finish(calls[1])
 
@@ -225,7 +225,7 @@ def test_what_has_given_too_many_tokens_is_not_moved(text: Text, monkeypatch: py
         drive.lose(drive.workers[0])
 
         with pytest.raises(ClientError, match="has given too many tokens, 6"):
-            long.result(30)
+            long.result(120)
         assert drive.finish(short)["text"] == "ababababa"
 
 
@@ -297,7 +297,7 @@ def test_what_a_submit_raises_unforeseen_ends_its_request_alone(text: Text) -> N
     with driving(text) as drive:
         drive.workers[0].submit = broken  # type: ignore[method-assign]
         with pytest.raises(ClientError, match="KeyError: 'nobody thought of this'") as failed:
-            completion(drive.client.generate("ab", worker="w0", timeout_s=30))
+            completion(drive.client.generate("ab", worker="w0", timeout_s=120))
         assert failed.value.status == "INTERNAL"
 
 
@@ -309,7 +309,7 @@ def test_a_client_that_leaves_ends_its_request_where_it_is_now(text: Text) -> No
             pool.submit(lambda: taken.set_result(next(iter(chunks))))
             until(lambda: drive.workers[0].running, "it runs")
             drive.step(drive.workers[0])
-            taken.result(30)
+            taken.result(120)
         drive.lose(drive.workers[0])
         until(lambda: drive.workers[1].running, "it goes on")
 
@@ -326,7 +326,7 @@ def test_nobody_moves_a_request_that_its_client_has_left(text: Text) -> None:
     with driving(text) as drive:
         drive.workers[0].cancel = deaf  # type: ignore[method-assign]
         with pytest.raises(ClientError) as late:
-            completion(drive.client.generate([1], worker="w0", timeout_s=0.2))
+            completion(drive.client.generate([1], worker="w0", timeout_s=3.0))
         until(
             lambda: all(s.is_abandoned for s in drive.served.core._streams.values()), "the gateway knows it"
         )
@@ -353,7 +353,7 @@ def test_usage_and_times_are_the_first_workers_up_to_the_first_token(text: Text)
         assert output.usage is not None
         usage = replace(output.usage, cached_tokens={"L3": 8}, computed_tokens=0)
         drive.served.call(drive.served.core.on_outputs, "w1", [replace(output, timings=last, usage=usage)])
-        result = call.result(30)
+        result = call.result(120)
 
     assert result["usage"]["computed_tokens"] == 4
     assert result["usage"]["completion_tokens"] == 4
@@ -411,7 +411,7 @@ def is_serving(drive: Drive) -> bool:
 
     with grpc.insecure_channel(drive.served.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=120)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

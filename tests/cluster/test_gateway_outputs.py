@@ -41,7 +41,7 @@ class Listening:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(120)
 
     async def _start(self) -> None:
         self.receiver = OutputReceiver(
@@ -61,7 +61,7 @@ class Listening:
 
     def stranger(self) -> socket.socket:
         host, port = self.address.split(":")
-        return socket.create_connection((host, int(port)), timeout=10)
+        return socket.create_connection((host, int(port)), timeout=120)
 
     def wait_complete(self, timeout_s: float, worker_id: str | None = None) -> None:
         waiting = self.receiver.wait_complete(timeout_s, worker_id)
@@ -74,12 +74,12 @@ class Listening:
         async def run() -> None:
             function(*arguments)
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(120)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(120)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(120)
         self.loop.close()
 
 
@@ -92,7 +92,7 @@ def listening() -> Iterator[Listening]:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)
+    connection.settimeout(120)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -139,7 +139,7 @@ def test_workers_that_do_not_connect_are_named(listening: Listening) -> None:
 )
 def test_junk_is_cut_off_and_nobody_is_lost(listening: Listening, junk: bytes) -> None:
     host, port = listening.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(junk)
 
         assert _is_closed(connection)
@@ -365,7 +365,7 @@ def test_a_connection_whose_other_end_takes_nothing_ends_though_nothing_more_is_
             _full(sender, LARGE)
             watch = threading.Thread(target=sender.wait_closed, daemon=True)
             watch.start()
-            watch.join(60)
+            watch.join(120)
             assert not watch.is_alive()
 
 

@@ -187,7 +187,7 @@ def test_pem_files_that_do_not_fit_are_named_at_start(pem: Files, tmp_path: Path
 
 def _health(served: Served, channel: grpc.Channel, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+    reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
     return int(reply.status)
 
 
@@ -220,7 +220,7 @@ def test_reflection_lists_the_services() -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
 
-        [reply] = stub.ServerReflectionInfo(iter([request]), timeout=10)
+        [reply] = stub.ServerReflectionInfo(iter([request]), timeout=120)
 
         names = {service.name for service in reply.list_services_response.service}
         assert {"kvtier.v1.Inference", "kvtier.v1.Cache", "grpc.health.v1.Health"} <= names
@@ -245,7 +245,7 @@ def test_bytes_that_are_no_message_of_the_method_are_the_clients_error(method: M
         path = f"/{method.containing_service.full_name}/{method.name}"
 
         with pytest.raises(grpc.RpcError) as refused:
-            list(kind(path)(b"\xff\xff\xff no message of ours", timeout=30))
+            list(kind(path)(b"\xff\xff\xff no message of ours", timeout=120))
 
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.details() == f"the message is no request of {method.name}"
@@ -276,7 +276,7 @@ def test_a_client_may_ping_as_often_as_it_likes() -> None:
     """By default gRPC answers the third ping of a silent connection with GOAWAY, which would end long decodes."""
     with serving() as served:
         host, port = served.endpoint.split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(_PREFACE + _frame(_SETTINGS))
 
             answered = 0

@@ -14,8 +14,6 @@ from kvtier.cluster.environment import prepare
 
 PROMPT = [(13 * i + 1) % 500 for i in range(40)]
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def of_ray() -> dict[str, str]:

@@ -20,8 +20,6 @@ from kvtier.cli.client import connect
 PROMPT = [(17 * i + 3) % 500 for i in range(96)]
 PAGES = len(PROMPT) // 16
 
-pytestmark = pytest.mark.timeout(600)  # two starts and a move, on machines that may be busy
-
 
 class Machines:
     """Of one cluster: each a raylet at 127.0.0.NUMBER, with a disk by name."""

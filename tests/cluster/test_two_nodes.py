@@ -26,8 +26,6 @@ CONFIG = Path(__file__).resolve().parents[2] / "cluster" / "two-nodes.yaml"
 STALLED_AFTER_S = 8
 PROMPT = [(11 * i + 5) % 500 for i in range(100)]
 
-pytestmark = pytest.mark.timeout(480)  # two deployments start and stop
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[tuple[Shell, Shell]]:

@@ -15,8 +15,6 @@ from kvtier.cli.client import Client, completion, connect
 CONFIG = Path(__file__).resolve().parents[2] / "cluster" / "two-nodes.yaml"
 PAGE_TOKENS = 16
 
-pytestmark = pytest.mark.timeout(300)  # a deployment starts and stops
-
 
 @pytest.fixture
 def client(tmp_path: Path, tiny_llama: Path) -> Iterator[Client]:

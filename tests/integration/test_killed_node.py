@@ -76,7 +76,7 @@ class Worker:
         try:
             while True:
                 self.client.send(WantSlots(4, PAYLOAD))
-                message = self.messages.get(timeout=30)
+                message = self.messages.get(timeout=120)
                 if message is None:
                     return
                 assert isinstance(message, Granted)
@@ -113,7 +113,7 @@ class Worker:
         chains = [plain_chain([page_key(number)], VARIANT)]
         self.client.send(Locate(f"r{number}", b"r" * 32, TENANT, 16, 0, 16, chains, 0.0))
         while True:
-            match self.messages.get(timeout=30):
+            match self.messages.get(timeout=120):
                 case Located(host=[page, *_]) | Loaded(pages=[page, *_]):
                     self.look_at(number, page)
                     return True

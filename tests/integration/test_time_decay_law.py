@@ -77,7 +77,7 @@ def together(
 ) -> list[Result]:
     """All prompts' answers, computed in one batch."""
     names = [client.send(prompt, max_tokens=new_tokens) for prompt in prompts]
-    return [client.result(name, patience_s=60.0) for name in names]
+    return [client.result(name, patience_s=240.0) for name in names]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -318,7 +318,7 @@ def test_frames_that_were_tampered_with_end_no_node(tmp_path: Path) -> None:
 def connected(folder: Path, name: str, incarnation: str = "1") -> socket.socket:
     """A worker that has said Hello and heard Welcome, and then says whatever the test does."""
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    raw.settimeout(30.0)
+    raw.settimeout(120)
     raw.connect(str(folder / "run" / "sock"))
     raw.sendall(frame(node_hello(name, incarnation)))
     _, fds, _, _ = socket.recv_fds(raw, 65536, 1)

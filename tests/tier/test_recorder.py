@@ -121,7 +121,7 @@ def test_a_file_that_falls_behind_ends_the_recording_with_what_it_has(tmp_path: 
     goes_on, notes = threading.Event(), []
 
     def slowly(event: Event, alias: Alias) -> Event:
-        assert goes_on.wait(30)
+        assert goes_on.wait(120)
         return event
 
     node = World(4, 4).node

@@ -139,7 +139,7 @@ def test_pulls_at_the_same_time_convert_once(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=120)
 
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert log.read_text() == "one\n"

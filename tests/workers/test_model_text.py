@@ -150,7 +150,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(byte_text: Text) -> None
     go, ran = threading.Event(), threading.Event()
 
     def other() -> None:
-        go.wait(30)
+        go.wait(120)
         ran.set()
 
     thread = threading.Thread(target=other)
@@ -163,7 +163,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(byte_text: Text) -> None
         is_shared = ran.is_set()
     finally:
         sys.setswitchinterval(interval)
-    thread.join(30)
+    thread.join(120)
 
     assert is_shared
 

@@ -16,7 +16,7 @@ from kvtier.tier.messages import Hello
 from kvtier.workers.node_link import Connected, LinkEvent, NodeLink
 
 HELLO = Hello("w0", "1", {SPEC: PAYLOAD_BYTES}, {SPEC: PAYLOAD_BYTES}, FIELDS)
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Cudart:

@@ -134,7 +134,7 @@ def mute() -> tuple[Node, threading.Event, threading.Event]:
 def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
     node, entered, is_over = mute()
     with running(node):
-        assert entered.wait(30)
+        assert entered.wait(120)
         for number in range(100):  # returns, though nobody takes them
             node.change({number})
         is_over.set()
@@ -144,7 +144,7 @@ def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
 def test_more_than_can_be_kept_meanwhile_ends_in_a_snapshot() -> None:
     node, entered, is_over = mute()
     with running(node):
-        assert entered.wait(30)
+        assert entered.wait(120)
         node.change({1, 2})
         node.publisher.note(L3, [key(1)] * MAX_NOTED, [])
         assert node.publisher._num_noted == 0  # nothing is kept any more

@@ -61,10 +61,10 @@ class Gate:
         if self._steps_left > 0:
             return
         self._reached.set()
-        assert self._open.wait(30)
+        assert self._open.wait(120)
 
     def reached(self) -> None:
-        assert self._reached.wait(30)
+        assert self._reached.wait(120)
 
     def open(self) -> None:
         self._runner.before = lambda batch: None

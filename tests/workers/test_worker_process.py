@@ -47,7 +47,7 @@ def run(model: Path, how: str) -> tuple[int, list[FinishReason], str]:
                     assert process.poll() is None
                     process.stdin.write("stop\n")
                     process.stdin.flush()
-                return process.wait(60), reasons, said
+                return process.wait(120), reasons, said
             finally:
                 process.kill()
 
