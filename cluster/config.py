@@ -154,7 +154,7 @@ class GrpcConfig(Section):
 
     host: Host = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)  # 0: any free port; `kvtier status` names it
-    max_message_bytes: Bytes = Field(default=16 * 2**20, ge=65536)
+    max_message_bytes: Bytes = Field(default=16 * 2**20, ge=65536, le=2**31 - 1)  # gRPC counts in 32 bits
     tls: TLSConfig | None = None
 
 
@@ -164,6 +164,13 @@ class TenantConfig(Section):
     name: str = Field(min_length=1, max_length=128)
     salt: str = ""
     share: float = Field(default=1.0, gt=0, le=1)  # of each tier, at most; past it its own pages make room
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_line(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError(f"must be printable characters, got {value!r}")
+        return value
 
 
 class Config(Section):
@@ -244,9 +251,20 @@ def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:
         raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings have each key once; PyYAML itself takes the last of several, and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(None, None, f"{key!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        documents: list[Any] = list(yaml.safe_load_all(path.read_text()))
+        documents: list[Any] = list(yaml.load_all(path.read_text(), _UniqueKeys))
     except OSError as error:
         raise ConfigError(f"can't read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -283,7 +301,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"--set {key}: {section} is no section")
     try:
-        data[last] = yaml.safe_load(text)
+        data[last] = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {key}: {text!r} is no YAML value: {error}") from error
 

@@ -50,7 +50,7 @@ class WorkerConfig(Section):
     max_batch_tokens: int = Field(
         default=2048, ge=16
     )  # of one step: more is faster prefill, less is smoother decode
-    max_sequences: int = Field(default=64, ge=1)  # running at once
+    max_sequences: int = Field(default=64, ge=1, le=65536)  # running at once
     max_waiting: int = Field(
         default=1024, ge=1
     )  # requests in the queue; more are refused with RESOURCE_EXHAUSTED

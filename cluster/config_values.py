@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+)
 
 from kvtier.workers.endpoints import bare_host
 
@@ -24,9 +31,16 @@ _UNITS = {
 
 
 class Section(BaseModel):
-    """Frozen, without keys that nobody reads, and with finite numbers only."""
+    """Frozen, without keys that nobody reads, with finite numbers only, and yes or no only where that is asked for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError(f"must not be true or false, got {str(value).lower()}")
+        return value
 
 
 def parse_bytes(value: Any) -> Any:

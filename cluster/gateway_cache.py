@@ -31,7 +31,7 @@ from kvtier.cluster.gateway_ports import (
     Tenant,
     asked_health,
 )
-from kvtier.cluster.gateway_requests import Refusal, invalid
+from kvtier.cluster.gateway_requests import Refusal, invalid, quoted
 from kvtier.cluster.gateway_status import Condition
 from kvtier.cluster.gateway_streams import Attempt, usage_message
 from kvtier.cluster.gateway_workers import Worker
@@ -165,7 +165,7 @@ class CacheVerbs:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "; ".join(dict.fromkeys(silent)))
         raise Refusal(
             grpc.StatusCode.NOT_FOUND,
-            f"no worker remembers request {message.request_id!r}: only the latest ones are kept",
+            f"no worker remembers request {quoted(message.request_id)}: only the latest ones are kept",
         )
 
     async def _explained(self, name: str, workers: Iterable[Worker], silent: list[str]) -> Explanation | None:

@@ -27,6 +27,7 @@ from kvtier.cluster.gateway_requests import (
     checked_id,
     prompt_ids,
     prompt_size,
+    quoted,
     sampling_params,
     stop_strings,
     windowed,
@@ -133,7 +134,7 @@ class GatewayCore(Flights):
         """The tenant a message names. Raises Refusal for an unknown one."""
         tenant = name or DEFAULT_TENANT
         if tenant not in self.tenants:
-            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"unknown tenant {tenant!r}")
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"unknown tenant {quoted(tenant)}")
         return tenant
 
     async def _admit(self, message: inference_pb2.GenerateRequest) -> Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.cluster.gateway_requests import invalid
+from kvtier.cluster.gateway_requests import invalid, quoted
 from kvtier.tier.by_key import HeldKeys, Marks
 from kvtier.tier.page import TierName
 
@@ -60,7 +60,7 @@ def checked_key(key: str) -> str:
     """One of them. Raises Refusal."""
     digits = key.strip().lower()
     if not MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS or set(digits) - set("0123456789abcdef"):
-        raise invalid(f"a key is {MIN_KEY_DIGITS} to {KEY_DIGITS} hex digits, got {key[:80]!r}")
+        raise invalid(f"a key is {MIN_KEY_DIGITS} to {KEY_DIGITS} hex digits, got {quoted(key)}")
     return digits
 
 
@@ -122,5 +122,5 @@ def held_of(answer: Sequence[HeldKeys], keys: Sequence[bytes]) -> list[bytes]:
 def checked_tier(name: str) -> TierName | None:
     """A tier by its name; None for "", which is any. Raises Refusal."""
     if name and name not in TIER_ORDER:
-        raise invalid(f"tier must be one of {', '.join(TIER_ORDER)}, got {name!r}")
+        raise invalid(f"tier must be one of {', '.join(TIER_ORDER)}, got {quoted(name)}")
     return TierName(name) if name else None

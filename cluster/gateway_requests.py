@@ -19,6 +19,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 64
 MAX_ID_CHARS = 128
+MAX_QUOTED_CHARS = 128
 PART_IDS = 1 << 15  # checked in one go: a millisecond
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -32,6 +33,11 @@ class Refusal(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+def quoted(text: str) -> str:
+    """What a client sent, as an error shows it: at most MAX_QUOTED_CHARS of it."""
+    return repr(text) if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]!r}..."
 
 
 def invalid(message: str) -> Refusal:
@@ -151,7 +157,7 @@ def _chat_ids(chat: inference_pb2.Chat, text: Text, max_context: int) -> list[in
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise invalid(
-                f"role of chat message {position} must be one of {', '.join(ROLES)}, got {message.role!r}"
+                f"role of chat message {position} must be one of {', '.join(ROLES)}, got {quoted(message.role)}"
             )
     if not text.has_chat_template:
         raise Refusal(
@@ -236,6 +242,6 @@ def checked_id(request_id: str, fresh: str) -> str:
     """The request's id, or the fresh one when it names none. Raises Refusal."""
     if len(request_id) > MAX_ID_CHARS or not request_id.isprintable():
         raise invalid(
-            f"request_id must be at most {MAX_ID_CHARS} printable characters, got {request_id[:MAX_ID_CHARS]!r}"
+            f"request_id must be at most {MAX_ID_CHARS} printable characters, got {quoted(request_id)}"
         )
     return request_id or fresh

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
 
-MAX_MESSAGE_CHARS = 1000  # of a status message: longer ones don't fit the trailers
+MAX_MESSAGE_CHARS = 1000  # of a status message ...
+MAX_MESSAGE_BYTES = 4096  # ... and what it takes in the trailers, of which clients take 8 KiB in all
 ADMIN_RPCS = 256  # calls at once beside Generate: health watchers, statistics
 
 T = TypeVar("T")
@@ -196,8 +197,18 @@ def _checked(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     return make(checked, read, handler.response_serializer)
 
 
+def fitting(message: str) -> str:
+    """As much of a status message as its trailers hold: percent-encoded it has at most MAX_MESSAGE_BYTES."""
+    size = 0
+    for position, char in enumerate(message[:MAX_MESSAGE_CHARS]):
+        size += 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace"))
+        if size > MAX_MESSAGE_BYTES:
+            return message[:position]
+    return message[:MAX_MESSAGE_CHARS]
+
+
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
-    await context.abort(refusal.code, refusal.message[:MAX_MESSAGE_CHARS])
+    await context.abort(refusal.code, fitting(refusal.message))
     raise AssertionError("abort returns never")
 
 

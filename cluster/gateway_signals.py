@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.cluster.config import MAX_STREAM_TOKENS
-from kvtier.cluster.gateway_requests import MAX_ID_CHARS, invalid
+from kvtier.cluster.gateway_requests import MAX_ID_CHARS, invalid, quoted
 from kvtier.proto import inference_pb2
 from kvtier.tier.identity import session_number
 
@@ -38,7 +38,7 @@ def _check_session(message: inference_pb2.GenerateRequest) -> None:
     session_id, state = message.session_id, message.session_state
     if len(session_id) > MAX_ID_CHARS:
         raise invalid(
-            f"session_id must be at most {MAX_ID_CHARS} characters, got {len(session_id)}: {session_id[:MAX_ID_CHARS]!r}..."
+            f"session_id must be at most {MAX_ID_CHARS} characters, got {len(session_id)}: {quoted(session_id)}"
         )
     known = state in (inference_pb2.SESSION_STATE_OPEN, inference_pb2.SESSION_STATE_CLOSED)
     if known and not session_id:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.cluster.fleet import Fleet, IntArray, Load
 from kvtier.cluster.gateway_ports import WorkerPort
-from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.gateway_requests import Refusal, quoted
 from kvtier.cluster.gateway_status import Condition
 from kvtier.cluster.gateway_streams import Stream
 from kvtier.cluster.held import Held
@@ -188,7 +188,7 @@ class Workers:
         if worker is None:
             raise Refusal(
                 grpc.StatusCode.NOT_FOUND,
-                f"unknown worker {worker_id!r}: there are {', '.join(self._workers)}",
+                f"unknown worker {quoted(worker_id)}: there are {', '.join(self._workers)}",
             )
         if worker.down is not None:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker_id} is down: {worker.down}")

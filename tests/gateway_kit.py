@@ -22,7 +22,7 @@ from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
 from kvtier.tier.outcomes import ManyOutcomes
 from kvtier.tier.page import TierName
-from kvtier.tier.recorder import RecordingStatus
+from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
 from kvtier.workers.api import (
@@ -322,7 +322,8 @@ class EchoWorker:
         return ManyOutcomes.of(self._each([bytes.fromhex(key) for key in self.pages_held]))
 
     async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
-        raise RecordingError("an echo has nothing to record")
+        file = file_of(path, self.info.worker_id, is_only=is_only)
+        raise RecordingError(f"an echo has nothing to record into {file}")
 
     async def stop_recording(self) -> RecordingStatus | None:
         return None

@@ -259,6 +259,11 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("worker.role=[]", ["worker.role", "[]"]),
         ("worker.role=prefill", ["worker.role", "only prefill", "decode", "[prefill, decode]"]),
         ("worker.role=[decode, decode]", ["worker.role", "only decode", "nobody would prefill"]),
+        ("worker.count=true", ["worker.count", "must not be true or false", "true"]),
+        ("worker.max_sequences=100000000", ["worker.max_sequences", "65536"]),
+        ("grpc.max_message_bytes=2147483648", ["grpc.max_message_bytes", "2147483647"]),
+        ('tenants=[{name: "a\\nb"}]', ["tenants.0.name", "printable"]),
+        ("tenants=[{name: a, name: b}]", ["tenants", "'name' is there twice"]),
         ("worker.gpus=some", ["worker.gpus", "auto", "'some'"]),
         ("worker.gpus=1.5", ["worker.gpus", "1.5", "from 0 to 1"]),
         ("worker.tensor_parallel=0", ["worker.tensor_parallel", "0"]),
@@ -352,7 +357,12 @@ def test_values_that_go_together_are_taken(overrides: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("- a\n- b\n", "must be a mapping"), ("a: [", "no YAML"), ("model: 5\n", "model")],
+    [
+        ("- a\n- b\n", "must be a mapping"),
+        ("a: [", "no YAML"),
+        ("model: 5\n", "model"),
+        ("tenants: [{name: a, salt: s}]\ntenants: [{name: b}]\n", "'tenants' is there twice"),
+    ],
 )
 def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "x.yaml"
