@@ -190,6 +190,7 @@ def sampling_params(
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise invalid(f"stop_ids must be at most {MAX_STOP_IDS}, got {len(params.stop_ids)}")
     check_vocabulary("stop_ids", params.stop_ids, vocab_size)
+    check_vocabulary("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
     return params
 
 
@@ -207,6 +208,9 @@ def _with_defaults(sampling: inference_pb2.Sampling, max_tokens: int, seed: int)
         top_p=given("top_p", defaults.top_p),
         min_p=given("min_p", defaults.min_p),
         repetition_penalty=given("repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=given("presence_penalty", defaults.presence_penalty),
+        frequency_penalty=given("frequency_penalty", defaults.frequency_penalty),
+        logit_bias=tuple(sampling.logit_bias.items()),
         seed=given("seed", seed),
         stop_ids=tuple(sampling.stop_ids),
         ignore_eos=given("ignore_eos", defaults.ignore_eos),

@@ -56,6 +56,7 @@ PURE_WORKERS = (
     *("ghosts", "ranks", "turns", "costs", "expected", "endpoints", "cgroups"),
     *("key_maker", "l1", "l1_events", "l1_answers", "recorded_l1", "handover"),
     *("group_plan", "group_share"),
+    *("sampler", "seen_tokens"),
 )
 PURE = (
     [

@@ -61,10 +61,16 @@ RANGES: dict[str, Range] = {
     "top_p": Range(0, 1, is_open=True),
     "min_p": Range(0, 1),
     "repetition_penalty": Range(0.01, 100),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
     "seed": Range(0, 2**63 - 1),
     "logprobs": Range(0, 20),
     "n": Range(1, 16),
 }
+
+
+BIAS_RANGE = Range(-100, 100)
+MAX_LOGIT_BIAS = 1024  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,12 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = (
+        1.0  # of every token of prompt and output: logits above 0 by it, below 0 times it
+    )
+    presence_penalty: float = 0.0  # taken from the logit of each token of the output
+    frequency_penalty: float = 0.0  # ... once for each time it is there
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to these tokens' logits, each named once
     seed: int = 0  # randomness is keyed by (seed, sequence index, position)
     stop_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False
@@ -95,6 +106,18 @@ class SamplingParams:
             *(
                 (getattr(self, name) in allowed, f"{name} must be {allowed}, got {getattr(self, name)}")
                 for name, allowed in RANGES.items()
+            ),
+            (
+                len(self.logit_bias) <= MAX_LOGIT_BIAS,
+                f"logit_bias must name at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}",
+            ),
+            (
+                len(dict(self.logit_bias)) == len(self.logit_bias),
+                f"logit_bias must name each token once, got {[token for token, _ in self.logit_bias]}",
+            ),
+            *(
+                (bias in BIAS_RANGE, f"logit_bias must be {BIAS_RANGE}, got {bias} of token {token}")
+                for token, bias in self.logit_bias
             ),
         ]
         for ok, message in checks:

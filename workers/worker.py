@@ -82,10 +82,10 @@ from kvtier.workers.pulse import TURN_S, Pulse
 from kvtier.workers.recorded_l1 import about, hiding_machine
 from kvtier.workers.roots import Kind, Roots
 from kvtier.workers.runner import GroupPages, ModelRunner, SequenceRows, StepBatch
-from kvtier.workers.sampler import SampleRow, is_plain, sample, sample_greedy
 from kvtier.workers.scheduler import PREEMPTION, Row, Scheduler
 from kvtier.workers.sequence import Request, Sequence, SequenceState
 from kvtier.workers.step_timer import step_timer
+from kvtier.workers.token_sampler import TokenSampler
 from kvtier.workers.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -286,6 +286,7 @@ class DecodeWorker:
         self._costs = PrefillCosts(runner.page_tokens)
         self._timer = step_timer(runner.device)
         self._turns = Turns()
+        self._sampler = TokenSampler()
         self._stop_at_s: float | None = None
         self._error: str | None = None
         self._is_over = False
@@ -563,6 +564,7 @@ class DecodeWorker:
         self._ops.run(step.ops)
         for demotion in step.demotions:
             self._pager.demote(demotion)
+            self._sampler.forget(demotion.seq)
         for lease in step.leases_over:
             self._pager.release(lease)
         for seq in step.loads:
@@ -680,14 +682,17 @@ class DecodeWorker:
             picks += [i] * len(siblings)
         if len(picks) > len(logits):
             logits = logits[picks]
-        tokens, logprobs, faults = self._draw(seqs, logits)
+        drawn = self._sampler.draw(seqs, logits)
+        tokens, logprobs = drawn.tokens, drawn.logprobs
         for seq in seqs:
             if seq.state is SequenceState.WAITING:
                 self._ops.run(self._l1.hear(Fork(seq.number), now))
+                if seq.state is SequenceState.WAITING:
+                    self._sampler.forget(seq)
         firsts = self._append(seqs, tokens, now)
         for i, seq in enumerate(seqs):
-            if i in faults and seq.state is not SequenceState.FINISHED:
-                self._end_faulty(seq.request, "sampling", faults[i], now)
+            if i in drawn.faults and seq.state is not SequenceState.FINISHED:
+                self._end_faulty(seq.request, "sampling", drawn.faults[i], now)
             self._take(seq, tokens[i], logprobs[i] if logprobs else None, now, is_first=seq.number in firsts)
 
     def _append(self, seqs: list[Sequence], tokens: list[int | None], now: float) -> list[int]:
@@ -707,56 +712,6 @@ class DecodeWorker:
             return []
         last = seq.number + request.spec.sampling.n - 1
         return self._l1.hear(Siblings(seq.number, last, self._longest(request.spec)), now)
-
-    def _draw(
-        self, seqs: list[Sequence], logits: torch.Tensor
-    ) -> tuple[list[int | None], list[TokenLogprobs | None] | None, dict[int, Exception]]:
-        """A token of each sequence; None where it has none, and what it raised, by its place.
-
-        What a row gets does not depend on its batch, so where the batch raises each row is drawn alone.
-        """
-        try:
-            return *self._draw_together(seqs, logits), {}
-        except Exception as error:  # noqa: BLE001  # whose it is, is found below
-            first = error
-        tokens: list[int | None] = []
-        logprobs: list[TokenLogprobs | None] = []
-        faults: dict[int, Exception] = {}
-        for i, seq in enumerate(seqs):
-            try:
-                drawn, its = self._draw_together([seq], logits[i : i + 1])
-            except Exception as error:  # noqa: BLE001  # it ends its request, whatever it is
-                faults[i], drawn, its = error, [None], None
-            tokens += drawn
-            logprobs += its or [None]
-        if not faults:
-            log.warning("a batch of %d rows was sampled row by row", len(seqs), exc_info=first)
-        return tokens, logprobs, faults
-
-    def _draw_together(
-        self, seqs: list[Sequence], logits: torch.Tensor
-    ) -> tuple[list[int | None], list[TokenLogprobs | None] | None]:
-        if all(
-            is_plain(seq.request.spec.sampling)
-            and seq.completion_tokens >= seq.request.spec.sampling.min_tokens
-            for seq in seqs
-        ):
-            return sample_greedy(logits), None
-        rows = [
-            SampleRow(
-                params=seq.request.spec.sampling,
-                index=seq.index,
-                position=seq.length,
-                tokens=seq.tokens[: seq.length],
-                banned=seq.stop_ids
-                if seq.completion_tokens < seq.request.spec.sampling.min_tokens
-                else frozenset(),
-            )
-            for seq in seqs
-        ]
-        with torch.inference_mode():
-            sampled = sample(logits, rows)
-        return sampled.tokens, sampled.logprobs
 
     def _take(
         self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, now: float, *, is_first: bool
@@ -807,7 +762,8 @@ class DecodeWorker:
             raise ValueError(f"unknown tenant {spec.tenant!r}")
         vocab_size = self._runner.vocab_size
         stops = spec.sampling.stop_ids
-        for tokens in filter(None, (spec.token_ids, *spec.resumed, stops)):
+        biased = tuple(token for token, _ in spec.sampling.logit_bias)
+        for tokens in filter(None, (spec.token_ids, *spec.resumed, stops, biased)):
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
@@ -936,6 +892,7 @@ class DecodeWorker:
         if reason is not FinishReason.PREFILLED:  # else it isn't over, and will be elsewhere
             self._pager.finished(seq, kind, now)
         self._pager.forget(seq)
+        self._sampler.forget(seq)
         self._l1.hear(Finish(seq.number, reason, kind), now)
         request = seq.request
         request.unfinished -= 1
@@ -1057,6 +1014,7 @@ class DecodeWorker:
         self._scheduler.check()
         self._accounts.check()
         self._pager.check()
+        self._sampler.check(self._scheduler.active)
         sequences = [seq for request in self._requests.values() for seq in request.sequences]
         unfinished = sum(seq.state is not SequenceState.FINISHED for seq in sequences)
         assert unfinished == self._scheduler.unfinished, "sequences of no request"

@@ -251,6 +251,7 @@ def test_a_group_alone_shows_its_help_and_fails(run: Any, group: list[str]) -> N
         (["generate", "--token-ids", "1", "--chat"], 2, "--chat"),
         (["generate", "hi", "--system", "/nowhere"], 1, "/nowhere"),
         (["generate", "hi \udcff", "--endpoint", "h:1"], 2, "the prompt is no UTF-8 text: give it as UTF-8"),
+        (["generate", "hi", "--logit-bias", "42"], 2, "--logit-bias wants ID:BIAS"),
         (
             ["generate", "hi", "--session", "s", "--session-open", "--session-closed"],
             2,

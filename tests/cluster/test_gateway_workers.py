@@ -29,6 +29,9 @@ OPTIONS: dict[str, Any] = {
     "temperature": 0.8,
     "seed": 11,
     "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {5: 4.0},
     "logprobs": 1,
 }
 

@@ -19,7 +19,7 @@ PROTO = Path(__file__).resolve().parents[2] / "proto" / "inference.proto"
 @pytest.mark.parametrize("name", RANGES)
 def test_the_wire_and_the_command_line_say_a_parameters_range(name: str) -> None:
     message = PROTO.read_text().partition("message Sampling {")[2].partition("\n}")[0]
-    (comment,) = re.findall(rf"optional \w+ {name} = \d+; *// (.*)", message)
+    (comment,) = re.findall(rf"optional \w+ {name} = \d+; *// (.*(?:\n *// .*)*)", message)
     option = inspect.signature(generate, eval_str=True).parameters[name].annotation.__metadata__[0]
 
     assert str(RANGES[name]) in comment
@@ -30,7 +30,13 @@ def test_the_wire_and_the_command_line_say_a_parameters_range(name: str) -> None
 def test_a_range_takes_its_ends_and_refuses_what_lies_beside_them(name: str) -> None:
     allowed = RANGES[name]
     inside: list[float] = [allowed.most]
-    outside: list[float] = [math.nan, math.inf, -math.inf, math.nextafter(allowed.most, math.inf), -1]
+    outside: list[float] = [
+        math.nan,
+        math.inf,
+        -math.inf,
+        math.nextafter(allowed.most, math.inf),
+        -9,
+    ]
     (outside if allowed.is_open else inside).append(allowed.least)
     if allowed.zero:
         inside.append(0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import grpc
@@ -154,6 +155,9 @@ class Client:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = MappingProxyType({}),  # added to the logits of these token ids
         seed: int | None = None,
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
@@ -193,6 +197,9 @@ class Client:
                 top_p=top_p,
                 min_p=min_p,
                 repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                logit_bias=dict(logit_bias),
                 seed=seed,
                 stop=stop,
                 stop_ids=stop_ids,

@@ -13,7 +13,7 @@ from kvtier.cli.client import Chunk, Client, completion
 from kvtier.cli.common import CliError, err, human_count, human_seconds, print_json, read_text
 from kvtier.cli.connection import EndpointOption, TlsOption, connected
 from kvtier.cli.streams import read_stdin
-from kvtier.workers.api import RANGES
+from kvtier.workers.api import BIAS_RANGE, RANGES
 
 Prompt = str | list[int] | list[dict[str, str]]
 
@@ -51,6 +51,23 @@ def generate(
         float,
         typer.Option(help=f"Above 1 makes tokens seen before less likely; {RANGES['repetition_penalty']}."),
     ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            help=f"Above 0 makes tokens of the answer so far less likely; {RANGES['presence_penalty']}."
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(help=f"The same, for each time they are there; {RANGES['frequency_penalty']}."),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID:BIAS",
+            help=f"Add BIAS to a token id's logit, {BIAS_RANGE}; may be given again.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(help=f"The same seed gives the same tokens; {RANGES['seed']}; default: a random one."),
@@ -146,6 +163,7 @@ def generate(
     """
     state = _session_state(session, session_open, session_closed)
     asked = _prompt(prompt, token_ids, chat, system)
+    biases = _biases(logit_bias or ())
     with connected(endpoint, tls) as client:
         shows_ids = isinstance(asked, list) and not as_json and not _has_tokenizer(client)
         chunks = client.generate(
@@ -159,6 +177,9 @@ def generate(
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=biases,
             seed=seed,
             stop=stop or (),
             stop_ids=stop_id or (),
@@ -200,6 +221,17 @@ def summary(done: dict[str, Any]) -> str:
         f"{human_seconds(timings['ttft'] / 1e3)} · {human_count(tokens)} tokens{speed} · {done['finish_reason']} · "
         f"request {done['request_id']}"
     )
+
+
+def _biases(options: Iterable[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for option in options:
+        token, colon, bias = option.partition(":")
+        try:
+            biases[int(token)] = float(bias if colon else "")
+        except ValueError:
+            raise CliError(f"--logit-bias wants ID:BIAS, such as 42:-100, got {option!r}", 2) from None
+    return biases
 
 
 def _session_state(session: str, is_open: bool, is_closed: bool) -> Literal["", "open", "closed"]:
