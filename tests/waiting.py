@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -23,3 +24,8 @@ def until(question: Callable[[], T], what: str, patience_s: float = PATIENCE_S, 
     answer = eventually(question, patience_s, every_s)
     assert answer, f"not within {patience_s:g} s: {what}"
     return answer
+
+
+def cpu_s() -> float:
+    """Seconds that this process, and children of it that have ended, had of a core: the clock tells of others' work too."""
+    return sum(os.times()[:4])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tier_pages import page_key, read_page, used_on_disk
+from waiting import cpu_s
 
 from kvtier.tier.page import slot_bytes
 from kvtier.tier.ssd import Store, open_ssd
@@ -65,11 +66,6 @@ def test_a_killed_writer_leaves_every_page_whole_or_absent(tmp_path: Path, store
         heard.doubtful.clear()
         heard.next = max([heard.next - 1, *found]) + 1
     assert len(heard.present) > 20
-
-
-def cpu_s() -> float:
-    """Seconds of this process and of its children that have ended: on a busy machine the clock says more."""
-    return sum(os.times()[:4])
 
 
 def run_writer_and_kill_it(folder: Path, store: Store, heard: Killed, rng: random.Random) -> None:
