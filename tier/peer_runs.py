@@ -394,5 +394,6 @@ class PeerRuns:
 
 def _in_our_words(ending: Ending) -> Ending:
     """What another node says of its end, so that no table grows by its words and the CacheNode takes the message."""
-    reason = ending.reason if ending.reason in ("", *REASONS) else "load_failed"
+    is_known = ending.reason in ("", *REASONS, *_REASONS.values())
+    reason = ending.reason if is_known else "load_failed"
     return Ending(reason, ending.detail[:MAX_TEXT])

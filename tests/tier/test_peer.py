@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from peer_stub import PAGE_TOKENS, ROOT, SPEC, TENANT, VARIANT, envelope_of, key_of, payload_of
 
 from kvtier.tier.events import Note
-from kvtier.tier.messages import Fetch, Fetched, FetchPage, Grant
+from kvtier.tier.messages import MAX_TEXT, Fetch, Fetched, FetchPage, Grant
 from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt
 from kvtier.tier.peer import (
     FRAME_BYTES,
@@ -334,6 +334,18 @@ class Driver:
 
     def fail(self, ref: FetchRef, kind: FailureKind = "refused") -> None:
         self(Ran(ref, kind, Ending(detail="of the test")))
+
+
+def test_a_peers_own_words_for_its_end_fill_no_table_and_make_no_message_too_long() -> None:
+    drive = Driver()
+    for number in range(20):
+        drive(Asked(1, fetch_of(number)))
+        drive(Ran((1, number), None, Ending(f"word {number}", "x" * 10**6)))
+
+    assert {told.reason for told in drive.told} == {"load_failed"}
+    assert all(len(told.detail) == MAX_TEXT for told in drive.told)
+    (peer,) = drive.runs.peers().values()
+    assert peer.failures == {"load_failed": 20}
 
 
 def test_a_fetch_ends_with_what_came_and_why_the_rest_did_not() -> None:
