@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.tier.lent_check import CheckedFrames, kinds_by_key
+from kvtier.tier.messages import REASONS
 from kvtier.tier.page import TierName, slot_bytes
 from kvtier.tier.records import HostCopy, Leaving, RemoteLoad, Saving, SsdCopy, parent_key
 from kvtier.tier.shares import UNLIMITED
+from kvtier.tier.stats import LATENCY_SAMPLES
+from kvtier.tier.worth import MAX_VALUES
 
 
 class CheckedState(CheckedFrames):
@@ -28,12 +31,36 @@ class CheckedState(CheckedFrames):
         self._check_peers()
         self._misses.check()
         self._check_shares()
+        assert self._histories.policy is self._policy
         self._histories.check({page.row for page in self._pages.values()})
         peer_orders = [*self._peer_orders.values(), *self._spare_peer_orders]
         for orders in (*self._orders.values(), *self._spare_orders, *self._ssd_orders.values(), peer_orders):
             for order in orders:
                 order.check()
+        self._check_remembered()
         assert not (self._drops or self._wipes or self._write_commands or self._answers or self._out)
+        assert not self._holds and self._forget is None
+
+    def _check_remembered(self) -> None:
+        """What is kept between events is of pages and transfers that there are, or has a bound."""
+        for values in (self._values, self._ssd_values):
+            assert len(values) <= MAX_VALUES + 1
+            assert all(self._pages.get(page.id) is page for page in values), "a value of a page that left"
+        assert self._valued_at <= self._now
+        transfers = [*self._reads, *self._writes, *self._checks, *self._fetches.running]
+        assert len(set(transfers)) == len(transfers) and max(transfers, default=0) <= self._transfer
+        running = Counter(id(check.job) for check in self._checks.values())
+        assert running.keys() <= {id(job) for job in self._jobs}
+        for job in self._jobs:
+            assert job.running == running[id(job)]
+            assert job.seen <= set(job.keys) >= job.corrupt
+        assert not self._jobs or self._jobs[0].todo or self._jobs[0].running, (
+            "a Verify that is done has no answer"
+        )
+        tiers = (self._peer_counters, self._host_counters, self._ssd_counters, self._remote_counters)
+        assert all(counters.loads_s.maxlen == LATENCY_SAMPLES for counters in tiers)
+        failed = self._fetch_counters.failed_pages
+        assert failed.keys() <= REASONS and sum(failed.values()) == self._fetch_counters.fetch_failed_pages
 
     def _check_slots(self) -> None:
         """Each slot in use is granted, arriving or sealed, and exactly one of these."""
@@ -287,4 +314,5 @@ class CheckedState(CheckedFrames):
         sealed = [page.ssd for page in pages if page.ssd is not None]
         entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
         assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
+        assert max((entry.generation for entry in entries), default=0) <= self._ssd_generation
         assert self._ssd.used_bytes == sum(e.slot_bytes for e in entries) <= self._ssd.capacity_bytes

@@ -41,6 +41,9 @@ class Fifo(Candidates):
     def discard(self, row: Row) -> None:
         self._rows.pop(row, None)
 
+    def check(self) -> None:
+        """It holds its members alone."""
+
     def victims(self, pages: int, now: float) -> list[Victim]:
         return [Victim(row, 1) for row in islice(self._rows, pages)]
 
@@ -95,6 +98,7 @@ class Order(Generic[T]):
         """The candidates are the members."""
         assert len(self.candidates) == len(self.members)
         assert all(row in self.candidates and row == member.row for row, member in self.members.items())
+        self.candidates.check()
 
 
 class Histories(Generic[K]):
@@ -171,6 +175,7 @@ class Histories(Generic[K]):
         ghosts = set(self._ghosts.values())
         assert len(ghosts) == len(self._ghosts) <= self.max_ghosts and not here & ghosts
         assert self._new <= here and self._using <= here | ghosts
+        assert self.policy.num_rows == len(here) + len(ghosts), "a row that no page has"
 
     def _remember(self, key: K, row: Row) -> None:
         older = self._ghosts.pop(key, None)

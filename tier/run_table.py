@@ -46,6 +46,10 @@ class RunTable(Policy):
         self.drawn_table = np.zeros((0, len(self.drawn)))
         self._grow_table()
 
+    @property
+    def num_rows(self) -> int:
+        return self._rows - len(self._free)
+
     @abstractmethod
     def worth(self, rows: Rows, now: float, load_s: float) -> npt.NDArray[np.float64]:
         """`value` of many runs: float64 [n]."""

@@ -47,7 +47,7 @@ class Sampled(Candidates):
         # Arrays, for numpy is slower at one item. Longer members are a new array: views of the old may be in use.
         self._members = array("q", [ABSENT]) * 256
         self._place = array("q", [ABSENT]) * 256  # by row
-        self._dead: list[Row] = []  # candidates nobody will use again, and stale entries
+        self._dead: dict[Row, None] = {}  # members nobody will use again, as far as is known; the latest last
 
     def __len__(self) -> int:
         return self._size
@@ -65,7 +65,7 @@ class Sampled(Candidates):
         self._place[row] = self._size
         self._size += 1
         if self._scores.is_dead(row):
-            self._dead.append(row)
+            self._dead[row] = None
 
     def discard(self, row: Row) -> None:
         place = self._place[row] if row < len(self._place) else ABSENT
@@ -75,14 +75,23 @@ class Sampled(Candidates):
             self._members[place] = last
             self._place[last] = place
             self._place[row] = ABSENT
+            self._dead.pop(row, None)
 
     def members(self) -> Rows:
         """All rows, in no order; good until the set changes."""
         return np.frombuffer(self._members, np.int64, self._size)
 
+    def check(self) -> None:
+        assert all(row in self for row in self._dead)
+        members = self.members().tolist()
+        assert [self._place[row] for row in members] == list(range(self._size))
+
     def died(self, rows: Iterable[Row]) -> None:
         """Nobody will use these runs again: those of them that are in leave first."""
-        self._dead += [row for row in rows if row in self]
+        for row in rows:
+            if row in self:
+                self._dead.pop(row, None)
+                self._dead[row] = None
 
     def victims(self, pages: int, now: float) -> list[Victim]:
         if found := self._dead_ones(pages):
@@ -93,10 +102,10 @@ class Sampled(Candidates):
 
     def _dead_ones(self, pages: int) -> list[Victim]:
         while self._dead:
-            row = self._dead[-1]
-            if row in self and self._scores.is_dead(row):
+            row = next(reversed(self._dead))
+            if self._scores.is_dead(row):
                 return [Victim(row, min(pages, self._scores.run_pages(row)))]
-            self._dead.pop()
+            del self._dead[row]
         return []
 
     def _worst_of_all(self, pages: int, now: float) -> list[Victim]:

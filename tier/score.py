@@ -117,6 +117,10 @@ class Candidates(ABC):
         Changes nothing: the owner evicts what it can of them, says `cut`, takes out what it can't, and asks again.
         """
 
+    @abstractmethod
+    def check(self) -> None:
+        """What is remembered of members, and of those that were, is bounded by the members; AssertionError where not."""
+
 
 class Policy(ABC):
     """All that is known of one owner's pages, and which of them leave first. One owner calls it, from one thread.
@@ -137,6 +141,11 @@ class Policy(ABC):
     def state(self) -> str:
         """What chooses now, for `kvtier stats`."""
         return self.name
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows that have not ended."""
 
     # rows
 
@@ -204,6 +213,7 @@ class Policy(ABC):
 
 
 SHARED = -1  # session of a run that several have used, or one that isn't known
+SLACK = 64  # stale entries of a heap that are not worth its rebuilding
 GONE = float("-inf")  # last use of what nobody will use again
 
 
@@ -225,6 +235,10 @@ class Lru(Policy):
         self._runs: dict[Row, _Run] = {}
         self._sets: list[_Oldest] = []
         self._next = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._runs)
 
     def add(self, pages: int, depth: int, nbytes: int, created: int, now: float) -> Row:
         return self._put(_Run(pages, depth, now))
@@ -335,6 +349,10 @@ class _Oldest(Candidates):
                 return [Victim(row, min(pages, self.runs[row].pages))]
         return []
 
+    def check(self) -> None:
+        assert {row for _, _, row in self.heap} >= self.rows <= self.runs.keys()
+        assert len(self.heap) <= 2 * len(self.rows) + SLACK
+
     def hasten(self, row: Row) -> None:
         """A run's turn may come earlier than before."""
         if row in self.rows:
@@ -347,6 +365,6 @@ class _Oldest(Candidates):
 
     def _bound(self) -> None:
         """Rebuild the heap once stale entries outnumber the members: no more work than what made them stale."""
-        if len(self.heap) > 2 * len(self.rows) + 64:
+        if len(self.heap) > 2 * len(self.rows) + SLACK:
             self.heap = [self._entry(row) for row in self.rows]
             heapq.heapify(self.heap)

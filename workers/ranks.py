@@ -49,6 +49,11 @@ class Leaves(Candidates):
     def victims(self, pages: int, now: float) -> list[Victim]:
         return self._ranked.victims(pages, now)
 
+    def check(self) -> None:
+        self._ranked.check()
+        assert self._partly.keys() <= self._aside.keys()
+        assert self.aside_bytes == sum(nbytes for _, nbytes in self._aside.values())
+
     def set_aside(self, victim: Victim, nbytes: int, *, is_all: bool = True) -> None:
         """It, so many bytes, leaves next, unless it is used before. `is_all`: of its run; it may have been part of it."""
         self.discard(victim.row)
