@@ -25,6 +25,7 @@ from kvtier.kernels.ops import make_plan, raise_malloc_thresholds
 from kvtier.workers.formats import DTYPES
 from kvtier.workers.model import page_spec, read_shape
 from kvtier.workers.model_lean import LeanWeights, load_rope
+from kvtier.workers.model_weights import Checkpoint
 from kvtier.workers.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
 
 UNIFORM_FORMATS = (
@@ -41,13 +42,15 @@ class TorchLoop:
 
     def __init__(self, folder: Path, dtype: torch.dtype, batch: int, positions: int) -> None:
         shape = read_shape(folder)
-        weights = LeanWeights(folder, shape, dtype, torch.device("cpu"))
+        weights = LeanWeights(Checkpoint(folder), shape, dtype, torch.device("cpu"))
         self.shape = shape
         self.embedding, self.norm = weights.embedding, weights.norm
         self.head = self.embedding if weights.head is None else weights.head
         self.layers = [weights.layer(i) for i in range(shape.num_layers)]
         self.gate_up = [torch.cat([w.gate, w.up]) for w in self.layers]
-        turns = load_rope(folder, shape).rows(np.arange(positions, dtype=np.int32), make_plan([], 1))
+        turns = load_rope(Checkpoint(folder), shape).rows(
+            np.arange(positions, dtype=np.int32), make_plan([], 1)
+        )
         self.cos, self.sin = (t.repeat(1, 2).to(dtype) for t in turns)
         size = (batch, shape.num_kv_heads, positions, shape.head_dim)
         self.keys = [torch.zeros(size, dtype=dtype) for _ in self.layers]

@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 
-from kvtier.workers import model_mla, model_transformers
+from kvtier.workers import model_lean, model_mla, model_transformers
 from kvtier.workers.group import GroupRunner, load_group
 from kvtier.workers.group_link import Child, Launch, launch_process
 from kvtier.workers.group_rank import serve
+from kvtier.workers.model_weights import Checkpoint
 
 PATIENCE_S = 120.0
 _CHUNK_BYTES = 1 << 20
@@ -99,10 +100,10 @@ _loading = threading.Lock()
 _load_modules = model_transformers.load_modules
 
 
-def _load_in_turn(folder: Path, dtype: torch.dtype) -> Any:
+def _load_in_turn(files: Checkpoint, dtype: torch.dtype) -> Any:
     """transformers changes what is global while it loads; in processes ranks need not take turns."""
     with _loading:
-        return _load_modules(folder, dtype)
+        return _load_modules(files, dtype)
 
 
 @contextmanager
@@ -120,6 +121,7 @@ def group_of(
     with (
         mock.patch.object(model_transformers, "load_modules", _load_in_turn),
         mock.patch.object(model_mla, "load_modules", _load_in_turn),
+        mock.patch.object(model_lean, "load_modules", _load_in_turn),
     ):
         runner = load_group(
             str(folder),

@@ -14,16 +14,18 @@ import torch
 from kvtier.kernels.ops import IntArray, StepPlan
 from kvtier.tier.page import PageFormat, PageSpec
 from kvtier.workers.formats import LayerGroup, raw_format
+from kvtier.workers.model_config import causal_class, load_config, settings_of
 from kvtier.workers.model_files import read_config
 
 LATENT_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's position alone
 _IGNORE_WINDOWS = ("LlamaForCausalLM",)  # its attention is full, whatever a config says
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What config.json says of a causal LM.
+    """What config.json says of a causal LM, with transformers' defaults where it says nothing.
 
     `num_kv_heads` and `head_dim` are those of its pages: with latent attention one head of the latent's rank, and
     `rope_dim` is the size of the key that carries the position (0 without).
@@ -39,17 +41,23 @@ class ModelShape:
     rope_dim: int
     layer_windows: tuple[int, ...]  # by layer, 0: full attention
     vocab_size: int
-    max_positions: int
+    max_positions: int  # that the model is meant for; a rope's scaling counts where it says of what length
+    longest_positions: int  # that its rope can be asked for
     norm_eps: float
     tied: bool
     eos_ids: tuple[int, ...]
     rope: str  # canonical text of the rope settings
-    config: dict[str, Any]
+    config: dict[str, Any]  # all settings, defaults included
 
     @property
     def is_latent(self) -> bool:
         """Pages hold latents (MLA)."""
         return self.rope_dim > 0
+
+    @property
+    def has_experts(self) -> bool:
+        """Its rows choose experts."""
+        return any(int(self.config.get(name) or 0) > 1 for name in _EXPERTS)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -106,35 +114,67 @@ def window_refusal(shape: ModelShape) -> str:
 
 def read_shape(folder: Path) -> ModelShape:
     """The shape of the model in `folder`. Raises ValueError naming what isn't supported, and why."""
-    config = read_config(folder)
-    architecture = (config.get("architectures") or ["unknown"])[0]
-    reason = _unsupported(config, architecture)
-    if reason:
-        raise ValueError(f"{architecture} isn't supported yet: {reason}")
-    rank = int(config.get("kv_lora_rank") or 0)
-    try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        layers = int(config["num_hidden_layers"])
-        return ModelShape(
-            architecture=architecture,
-            num_layers=layers,
-            hidden=hidden,
-            intermediate=int(config.get("intermediate_size") or 0),
-            num_heads=heads,
-            num_kv_heads=1 if rank else int(config.get("num_key_value_heads") or heads),
-            head_dim=rank or int(config.get("head_dim") or hidden // heads),
-            rope_dim=int(config["qk_rope_head_dim"]) if rank else 0,
-            layer_windows=_layer_windows(folder, config, architecture, layers),
-            vocab_size=int(config["vocab_size"]),
-            max_positions=int(config.get("max_position_embeddings") or 2048),
-            norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            eos_ids=_eos_ids(folder, config),
-            rope=json.dumps(rope_settings(config), sort_keys=True),
-            config=config,
+    raw = read_config(folder)
+    named = list(raw.get("architectures") or ())
+    _check_supported(raw, named[0] if named else "unknown")
+    config = load_config(folder)
+    settings = settings_of(config)
+    architecture = causal_class(config)
+    if not architecture or (named and architecture not in named):
+        own = f"transformers' causal LM of it is {architecture}" if architecture else "it is no causal LM"
+        raise ValueError(
+            f"{named[0] if named else 'this model'} isn't supported yet: its model_type is {config.model_type}, and {own}"
         )
-    except KeyError as error:
-        raise ValueError(f"{architecture} isn't supported: its config.json has no {error}") from error
+    _check_supported(settings, architecture)
+
+    def number(name: str) -> int:
+        value = getattr(config, name, None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{architecture} isn't supported: its config's {name} is {value!r}")
+        return value
+
+    def number_or(name: str, other: int) -> int:
+        return other if getattr(config, name, None) is None else number(name)
+
+    rank = number_or("kv_lora_rank", 0)
+    hidden, heads, layers = number("hidden_size"), number("num_attention_heads"), number("num_hidden_layers")
+    rope = rope_settings(settings)
+    positions, longest = _reach(number("max_position_embeddings"), rope)
+    intermediate = getattr(config, "intermediate_size", None)
+    return ModelShape(
+        architecture=architecture,
+        num_layers=layers,
+        hidden=hidden,
+        intermediate=intermediate if isinstance(intermediate, int) else 0,
+        num_heads=heads,
+        num_kv_heads=1 if rank else number_or("num_key_value_heads", heads),
+        head_dim=rank or number_or("head_dim", hidden // max(1, heads)),
+        rope_dim=number("qk_rope_head_dim") if rank else 0,
+        layer_windows=_layer_windows(config, architecture, layers),
+        vocab_size=number("vocab_size"),
+        max_positions=positions,
+        longest_positions=longest,
+        norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        eos_ids=_eos_ids(folder, raw),
+        rope=json.dumps(rope, sort_keys=True),
+        config=settings,
+    )
+
+
+def _reach(positions: int, rope: dict[str, Any]) -> tuple[int, int]:
+    """Positions that a model is meant for, and those that its rope can be asked for.
+
+    YaRN says of which length it multiplies, and model cards leave max_position_embeddings at that. Linear scaling
+    doesn't say it: max_position_embeddings may be the length before or after.
+    """
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or positions
+        meant = max(positions, int(original * float(rope.get("factor") or 1.0)))
+        return meant, meant
+    if rope.get("rope_type") == "linear":
+        return positions, int(positions * max(1.0, float(rope.get("factor") or 1.0)))
+    return positions, positions
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +187,12 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     if "rope_local_base_freq" in config:
         rope["rope_local_base_freq"] = config["rope_local_base_freq"]
     return rope
+
+
+def _check_supported(config: dict[str, Any], architecture: str) -> None:
+    reason = _unsupported(config, architecture)
+    if reason:
+        raise ValueError(f"{architecture} isn't supported yet: {reason}")
 
 
 def _unsupported(config: dict[str, Any], architecture: str) -> str:
@@ -173,20 +219,12 @@ def _unsupported(config: dict[str, Any], architecture: str) -> str:
     return ""
 
 
-def _layer_windows(folder: Path, config: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Each layer's window. What a config leaves open about them differs by architecture, and transformers knows it."""
-    unused = architecture.startswith("Qwen") and not config.get("use_sliding_window")
-    ignored = architecture in _IGNORE_WINDOWS or unused
-    if not config.get("sliding_window") or ignored:
+def _layer_windows(config: Any, architecture: str, layers: int) -> tuple[int, ...]:
+    """Each layer's window."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    if not window or architecture in _IGNORE_WINDOWS:
         return (0,) * layers
-    from transformers import AutoConfig
-
-    try:
-        whole = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"transformers can't read the config of {folder}: {error}") from error
-    window = int(getattr(whole, "sliding_window", None) or 0)
-    kinds = getattr(whole, "layer_types", None) or ["sliding_attention"] * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 

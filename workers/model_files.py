@@ -130,21 +130,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, sorted by name. Raises FileNotFoundError when there are none."""
-    files = sorted(folder.glob("*.safetensors"))
+    """The weight files of a model folder, sorted by name: model.safetensors, else those that its index names.
+
+    Without either, all .safetensors files. Raises FileNotFoundError when there are none, ValueError for a bad index.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    elif index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is no index of weight files: {error}") from error
+        files = sorted(folder / name for name in names if (folder / name).is_file())
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors files")
     return files
-
-
-def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder by name, mapped from their files."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for file in tensor_files(folder):
-        tensors.update(load_file(file))
-    return tensors
 
 
 def file_digest(file: Path) -> str:

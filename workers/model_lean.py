@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,19 @@ from kvtier.kernels.ops import (
     NativeLlama,
     StepPlan,
 )
+from kvtier.workers.formats import LayerGroup
 from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, on_device, rope_settings
-from kvtier.workers.model_files import load_tensors
+from kvtier.workers.model_probe import PROBE_TOKENS, check_probe, own_logits, run_probe
+from kvtier.workers.model_transformers import ATTENTION_NAME, load_modules
+from kvtier.workers.model_weights import Checkpoint, check_fit
 from kvtier.workers.rope import Rope, Turns, rotate, spread
 
 _LEAN_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def lean_refusal(shape: ModelShape) -> str:
@@ -44,22 +49,21 @@ def lean_refusal(shape: ModelShape) -> str:
 
 
 class LeanWeights:
-    """The weights of a Llama-family model in its compute dtype, read from its folder when asked for.
+    """The weights of a Llama-family model in its compute dtype, copied out of its files when asked for.
 
     With a `share`: a rank's heads and columns, and all of what is small or read by row.
     """
 
     def __init__(
         self,
-        folder: Path,
+        files: Checkpoint,
         shape: ModelShape,
         dtype: torch.dtype,
         device: torch.device,
         share: Share = WHOLE,
     ) -> None:
         """`shape` is the whole model's."""
-        self._folder = folder
-        self._tensors = load_tensors(folder)
+        self._files = files
         self._dtype = dtype
         self._device = device
         self._heads = _times(share.heads(shape.num_heads), shape.head_dim)
@@ -67,19 +71,24 @@ class LeanWeights:
         self._columns = _times(share.columns(shape.intermediate), 1)
         self._is_first = share.rank == 0
         self.num_layers = shape.num_layers
-        self.tied = shape.tied or "lm_head.weight" not in self._tensors
+        # As transformers does it: tied where the config says so, unless the files hold two that differ.
+        both = _HEAD in files and _EMBEDDING in files
+        self.tied = shape.tied and not (both and not torch.equal(files.get(_HEAD), files.get(_EMBEDDING)))
 
     def get(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> torch.Tensor:
-        """A tensor by its name, or a part of it. Raises ValueError when there is none."""
-        if name not in self._tensors:
-            raise ValueError(f"{self._folder} has no tensor {name}")
-        part = self._tensors[name][rows]
+        """A tensor by its name, or a part of it. Raises ValueError when there is none.
+
+        It is a copy, so that nothing keeps the files' memory.
+        """
+        if name not in self._files:
+            check_fit(self._files.folder, [name], [], [])
+        part = self._files.get(name)[rows]
         if columns is not None:
-            part = part[:, columns].contiguous()
-        return part.to(device=self._device, dtype=self._dtype)
+            part = part[:, columns]
+        return part.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
 
     def _maybe(self, name: str, rows: slice = slice(None)) -> torch.Tensor | None:
-        return self.get(name, rows) if name in self._tensors else None
+        return self.get(name, rows) if name in self._files else None
 
     def layer(self, index: int) -> LlamaLayerWeights:
         """One layer, with q, k and v in one matrix."""
@@ -103,12 +112,12 @@ class LeanWeights:
     @property
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden]"""
-        return self.get("model.embed_tokens.weight")
+        return self.get(_HEAD if self.tied and _EMBEDDING not in self._files else _EMBEDDING)
 
     @property
     def head(self) -> torch.Tensor | None:
         """[vocab, hidden]; None: the embedding, as on ranks that are asked for no logits."""
-        return None if self.tied or not self._is_first else self.get("lm_head.weight")
+        return None if self.tied or not self._is_first else self.get(_HEAD)
 
     @property
     def norm(self) -> torch.Tensor:
@@ -121,7 +130,7 @@ def _times(numbers: range, size: int) -> slice:
     return slice(numbers.start * size, numbers.stop * size)
 
 
-def load_rope(folder: Path, shape: ModelShape) -> Rope:
+def load_rope(files: Checkpoint, shape: ModelShape) -> Rope:
     """The rope of a model, with the frequencies that transformers computes."""
     settings = rope_settings(shape.config)
     factor = 1.0
@@ -129,12 +138,53 @@ def load_rope(folder: Path, shape: ModelShape) -> Rope:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float) / shape.head_dim
         frequencies = 1.0 / settings["rope_theta"] ** exponents
     else:
-        from transformers import AutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config = AutoConfig.from_pretrained(folder)
-        frequencies, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](files.config, torch.device("cpu"))
     return Rope(frequencies, factor, own_window=shape.windows[0])
+
+
+class LeanForward(Protocol):
+    """A lean forward, and the same over other pages than it was made for."""
+
+    def forward(self, step: ModelStep, arena: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+
+    def probe(self, step: ModelStep, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+        """`forward` over pages of this layout, for a step of few rows."""
+
+
+def expected_logits(files: Checkpoint, rope: Rope, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Logits of the probe's text by transformers, whose module tree is made of the same weights and let go again.
+
+    Raises ValueError unless the files hold each of its tensors in its shape, and where its rope isn't ours.
+    """
+    modules = load_modules(files, dtype)
+    theirs = modules.base_model.rotary_emb
+    if not rope.is_of(theirs.inv_freq, float(theirs.attention_scaling)):
+        raise ValueError(
+            f"{type(modules).__name__} isn't supported: its rope isn't the one that was computed for it"
+        )
+    return own_logits(modules.eval().to(device), device, ATTENTION_NAME)
+
+
+def verify(
+    model: LeanForward,
+    own: torch.Tensor | None,
+    shape: ModelShape,
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise ValueError unless a model gives the logits `own` for the probe's text.
+
+    None on ranks that are asked for no logits: they take their part in the sums, and the first rank compares.
+    """
+    ours = run_probe(
+        shape.vocab_size, groups, dtype, device, lambda s, arena, pages: model.probe(s, arena, pages[0])
+    )
+    if own is not None:
+        check_probe(shape.architecture, own, ours, dtype, routed=False)
 
 
 class NativeModel:
@@ -179,6 +229,17 @@ class NativeModel:
             self._rope.sink_rows(step.positions, plan),
         )
 
+    def probe(self, step: ModelStep, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+        """See LeanForward."""
+        plan = step.plans[0]
+        llama = self._llama.over(layout, PROBE_TOKENS)
+        try:
+            return llama.forward(
+                step.token_ids, self._rope.rows(step.positions, plan), plan, arena, step.logit_rows
+            )
+        finally:
+            llama.close()
+
     def close(self) -> None:
         """See Model."""
         self._llama.close()
@@ -217,6 +278,10 @@ class LeanModel:
 
     def forward(self, step: ModelStep, arena: torch.Tensor) -> torch.Tensor:
         """See Model."""
+        return self.probe(step, arena, self._layout)
+
+    def probe(self, step: ModelStep, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+        """See LeanForward."""
         device, dtype = self._embedding.device, self._embedding.dtype
         plan = step.plans[0]
         ids, wanted = on_device(device, step.token_ids, step.logit_rows)
@@ -226,7 +291,7 @@ class LeanModel:
         x = F.embedding(ids, self._embedding)
         for i, layer in enumerate(self._layers):
             x = x + self._attend(
-                i, layer, self._norm(x, layer.attention_norm), turns, sink_turns, plan, arena
+                i, layer, self._norm(x, layer.attention_norm), turns, sink_turns, plan, arena, layout
             )
             y = self._norm(x, layer.mlp_norm)
             y = F.linear(F.silu(F.linear(y, layer.gate)) * F.linear(y, layer.up), layer.down)
@@ -242,6 +307,7 @@ class LeanModel:
         sink_turns: Turns | None,
         plan: StepPlan,
         arena: torch.Tensor,
+        layout: KVLayout,
     ) -> torch.Tensor:
         s = self._shape
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, s.head_dim)
@@ -251,9 +317,9 @@ class LeanModel:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, *turns), rotate(k, *turns)
         q_sinks = None if sink_turns is None else rotate(q.float(), *sink_turns).to(q.dtype)
-        self._kernels.write_kv(k, v, arena, self._layout, plan, index)
+        self._kernels.write_kv(k, v, arena, layout, plan, index)
         out, _ = self._kernels.paged_attention(
-            q, arena, self._layout, plan, index, s.head_dim**-0.5, q_sinks=q_sinks
+            q, arena, layout, plan, index, s.head_dim**-0.5, q_sinks=q_sinks
         )
         return self._reduce(F.linear(out.reshape(len(x), -1), layer.out))
 

@@ -8,7 +8,6 @@ Rows of a prompt's chunk attend keys and values expanded from the latents, a bou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,13 +19,14 @@ from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_modules import split_feed_forward, split_linear
 from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, window_refusal
+from kvtier.workers.model_probe import check_probe, own_logits, run_probe
 from kvtier.workers.model_transformers import (
-    check_probe,
+    ATTENTION_NAME,
     compile_linears,
     load_modules,
-    own_logits,
     run_modules,
 )
+from kvtier.workers.model_weights import Checkpoint
 
 # Tokens of context that are expanded at once. All heads' keys and values of so many lie in memory for one layer: in
 # DeepSeek-V3 80 KB a token. Fewer cost more merging.
@@ -57,7 +57,7 @@ class LatentModel:
 
     def __init__(
         self,
-        folder: Path,
+        files: Checkpoint,
         shape: ModelShape,
         groups: tuple[LayerGroup, ...],
         layout: KVLayout,
@@ -66,14 +66,14 @@ class LatentModel:
         share: Share = WHOLE,
         reduce: Reduce = alone,
     ) -> None:
-        """Load the model of `folder`, and compare it with its own attention. Raises ValueError where that can't be.
+        """Load the model of `files`, and compare it with its own attention. Raises ValueError where that can't be.
 
         With a `share`, attention is of a rank's heads, over latents that all ranks have. While it
         loads, each rank has room for the whole model.
         """
-        self._model = load_modules(folder, layout.dtype)
+        self._model = load_modules(files, layout.dtype)
         self._model.eval().to(device)
-        own = own_logits(self._model, device)
+        own = own_logits(self._model, device, ATTENTION_NAME)
         if share.ranks > 1:
             split_feed_forward(self._model, share, reduce)
         for layer in self._model.base_model.layers:
@@ -90,7 +90,8 @@ class LatentModel:
         def forward(step: ModelStep, arena: torch.Tensor, layouts: tuple[KVLayout, ...]) -> torch.Tensor:
             return run_modules(self._model, step, self._call(step, arena, layouts[0]), device)
 
-        check_probe(self._model, own, groups, layout.dtype, device, forward)
+        ours = run_probe(shape.vocab_size, groups, layout.dtype, device, forward)
+        check_probe(shape.architecture, own, ours, layout.dtype, routed=shape.has_experts)
 
     def close(self) -> None:
         """See Model."""

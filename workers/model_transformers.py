@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from kvtier.kernels.ops import (
-    IntArray,
     Kernels,
     KVLayout,
     NativeKernels,
     NativeLinear,
-    PlanSequence,
     StepPlan,
     make_plan,
 )
-from kvtier.tier.page import PageFormat
-from kvtier.workers.formats import LayerGroup, layout_of, unit_bytes_of
+from kvtier.workers.formats import LayerGroup
 from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_kernels import SharedKernels
 from kvtier.workers.group_modules import split_feed_forward
 from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, on_device, window_refusal
+from kvtier.workers.model_config import causal_class
+from kvtier.workers.model_probe import PROBE_PAGE_TOKENS, check_probe, own_logits, run_probe
+from kvtier.workers.model_weights import Checkpoint, check_fit
 from kvtier.workers.rope import Rope, Turns, rotate, spread
 
-_ATTENTION_NAME = "kvtier_paged"
-_PROBE_PAGE_TOKENS = 16  # the least that every device's kernels take
-_PROBE_TOKENS = 22  # two pages, the second of which isn't full
-_PROBE_ENDS = (10, 19, 20, 21, 22)  # of the probe's chunks, of which the last are single rows
-_PROBE_SPANS = (
-    (0, 10),
-    (10, 19),
-    (19, 22),
-)  # rows that go the same way: of the first chunk, of a further one over both pages, alone
-_PROBE_WINDOW = 5  # less than the probe has tokens; models' own windows are too long to try at each load
-_PROBE_ERROR = 0.1  # of a row's logits' norm; rounding makes about 0.01 in bfloat16, a wrong mask or position 0.5 and more
+ATTENTION_NAME = "kvtier_paged"
 _TURN_ERROR = (
     0.05  # of a query's norm; rounding makes about 0.01 in bfloat16, another kind of rope 0.5 and more
 )
@@ -96,7 +86,7 @@ class TransformersModel:
 
     def __init__(
         self,
-        folder: Path,
+        files: Checkpoint,
         shape: ModelShape,
         groups: tuple[LayerGroup, ...],
         layouts: tuple[KVLayout, ...],
@@ -105,12 +95,12 @@ class TransformersModel:
         share: Share = WHOLE,
         reduce: Reduce = alone,
     ) -> None:
-        """Load the model of `folder`. Raises ValueError for an architecture that can't take our attention.
+        """Load the model of `files`. Raises ValueError for an architecture that can't take our attention.
 
         `shape` is the whole model's. With a `share`, a rank attends and stores its heads, and has its columns of gated
         MLPs; all else is computed on all ranks alike.
         """
-        self._model = load_modules(folder, layouts[0].dtype)
+        self._model = load_modules(files, layouts[0].dtype)
         if not getattr(self._model, "_supports_attention_backend", False):
             name = type(self._model).__name__
             raise ValueError(f"{name} isn't supported: its attention can't be replaced")
@@ -124,6 +114,7 @@ class TransformersModel:
         if share.ranks > 1:
             kernels = SharedKernels(kernels, shape, share, reduce)
         self._device = device
+        self._is_routed = shape.has_experts
         self._groups = groups
         self._layouts = layouts
         self._places = places_of(groups)
@@ -148,27 +139,23 @@ class TransformersModel:
     def verify(self) -> None:
         """Compare a short text's logits over pages with those of the model's own attention.
 
-        Finds architectures whose modules do more than they tell their attention function. A window is tried in small.
-        Raises ValueError when the logits differ by more than rounding could make them.
+        Finds architectures whose modules do more than they tell their attention function. Raises ValueError when the
+        logits differ by more than rounding could make them.
         """
-        config = self._model.config
-        own_window = getattr(config, "sliding_window", None)
-        if any(group.window for group in self._groups):
-            config.sliding_window = _PROBE_WINDOW
-        own = own_logits(self._model, self._device)
+        config, dtype = self._model.config, self._layouts[0].dtype
+        own = own_logits(self._model, self._device, ATTENTION_NAME)
 
         def forward(step: ModelStep, arena: torch.Tensor, layouts: tuple[KVLayout, ...]) -> torch.Tensor:
             call = Step(step.plans, arena, layouts, self._places, self._kernels)
             return run_modules(self._model, step, call, self._device)
 
-        check_probe(self._model, own, self._groups, self._layouts[0].dtype, self._device, forward)
-        if any(group.window for group in self._groups):
-            config.sliding_window = own_window
+        ours = run_probe(int(config.vocab_size), self._groups, dtype, self._device, forward)
+        check_probe(type(self._model).__name__, own, ours, dtype, routed=self._is_routed)
 
     def _look(self) -> list[Seen]:
         """What each layer's attention is given for one and the same token, alone, at two positions."""
         at = np.array(_PROBE_POSITIONS, np.int32)
-        plan = make_plan([], _PROBE_PAGE_TOKENS)
+        plan = make_plan([], PROBE_PAGE_TOKENS)
         step = ModelStep(np.full(2, 1, np.int32), at, (plan,) * len(self._groups), at[:0])
         seen: list[Seen] = []
         arena = torch.empty(0, dtype=torch.uint8)
@@ -242,23 +229,54 @@ class _StreamRotary(torch.nn.Module):
         )
 
 
-def load_modules(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' module tree of a folder, set to call our attention. Raises ValueError where that can't be.
+def load_modules(files: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' module tree of a checkpoint, set to call our attention.
 
-    Of an attention that isn't its own transformers asks for no mask, which would be rows x rows of a step.
+    Raises ValueError where that can't be, and unless the files hold each of its tensors in its shape and no others. Of
+    an attention that isn't its own transformers asks for no mask, which would be rows x rows of a step.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    import transformers
+    from transformers import AttentionInterface
 
-    AttentionInterface.register(_ATTENTION_NAME, _paged_attention)
-    loader: Any = AutoModelForCausalLM
+    AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+    loader: Any = getattr(transformers, causal_class(files.config))
+    folder = files.folder
     try:
-        return loader.from_pretrained(folder, dtype=dtype, attn_implementation=_ATTENTION_NAME)
+        with _quiet_loading():
+            model, found = loader.from_pretrained(
+                None,
+                config=files.config,
+                state_dict=files.state_dict(dtype),
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
     except KeyError as error:
-        if error.args != (_ATTENTION_NAME,):
+        if error.args != (ATTENTION_NAME,):
             raise ValueError(f"transformers can't load {folder}: no {error}") from error
         raise ValueError(f"{folder} isn't supported: its model's attention can't be replaced") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"transformers can't load {folder}: {error}") from error
+    check_fit(folder, found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
+    return model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what is wrong is raised."""
+    from transformers.utils import logging
+
+    said: Any = logging
+    level, had_bar = said.get_verbosity(), said.is_progress_bar_enabled()
+    said.set_verbosity_error()
+    said.disable_progress_bar()
+    try:
+        yield
+    finally:
+        said.set_verbosity(level)
+        if had_bar:
+            said.enable_progress_bar()
 
 
 def compile_linears(model: Any, kernels: NativeKernels) -> bool:
@@ -288,76 +306,6 @@ def run_modules(model: Any, step: ModelStep, call: Any, device: torch.device) ->
     )
     logits: torch.Tensor = output.logits[0].float()
     return logits
-
-
-def _probe_ids(vocab: int) -> IntArray:
-    return (np.arange(_PROBE_TOKENS, dtype=np.int64) * 7919 % vocab).astype(np.int32)
-
-
-def own_logits(model: Any, device: torch.device) -> torch.Tensor:
-    """Logits of the probe's text by the model's own attention, float32 [tokens, vocab]."""
-    (ids,) = on_device(device, _probe_ids(int(model.config.vocab_size)))
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    model.set_attn_implementation(_ATTENTION_NAME)
-    return logits
-
-
-def check_probe(
-    model: Any,
-    own: torch.Tensor,
-    groups: tuple[LayerGroup, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    forward: Callable[[ModelStep, torch.Tensor, tuple[KVLayout, ...]], torch.Tensor],
-) -> None:
-    """Raise ValueError unless `forward`, over unquantized pages of its own, gives `own` for the probe's text.
-
-    Groups with a window have the probe's.
-    """
-    raw = {torch.float32: PageFormat.FP32, torch.bfloat16: PageFormat.BF16, torch.float16: PageFormat.FP16}[
-        dtype
-    ]
-    probed = tuple(_probe_group(group, raw) for group in groups)
-    unit = unit_bytes_of(probed)
-    layouts = tuple(layout_of(group, dtype, unit, raw) for group in probed)
-    pages = -(-_PROBE_TOKENS // _PROBE_PAGE_TOKENS)
-    units = [-(-group.specs[raw].nbytes // unit) for group in probed]
-    arena = torch.zeros(pages * sum(units), unit, dtype=torch.uint8, device=device)
-    firsts = np.cumsum([0] + [pages * n for n in units])
-    frames = [
-        (first + n * np.arange(pages)).astype(np.int32) for first, n in zip(firsts, units, strict=False)
-    ]
-    ids, at = _probe_ids(own.shape[-1]), np.arange(_PROBE_TOKENS, dtype=np.int32)
-    parts, start = [], 0
-    for end in _PROBE_ENDS:
-        plans = tuple(
-            make_plan(
-                [PlanSequence(0, end - start, end, f, window=_PROBE_WINDOW if group.window else 0)],
-                _PROBE_PAGE_TOKENS,
-            )
-            for f, group in zip(frames, groups, strict=True)
-        )
-        step = ModelStep(ids[start:end], at[start:end], plans, at[: end - start])
-        with torch.inference_mode():
-            parts.append(forward(step, arena, layouts))
-        start = end
-    # By the median of rows: in half precision a few may choose other experts, and then they are far off and not wrong.
-    errors = (torch.cat(parts) - own).norm(dim=1) / own.norm(dim=1)
-    error = max(errors[slice(*span)].median() for span in _PROBE_SPANS)
-    if not error < _PROBE_ERROR:
-        raise ValueError(
-            f"{type(model).__name__} isn't supported: over pages its logits differ by {error:.0%} from its own"
-            " attention's"
-        )
-
-
-def _probe_group(group: LayerGroup, raw: PageFormat) -> LayerGroup:
-    any_spec = next(iter(group.specs.values()))
-    return replace(
-        group, specs={raw: replace(any_spec, format=raw, page_tokens=_PROBE_PAGE_TOKENS, rope_format=raw)}
-    )
 
 
 def _paged_attention(

@@ -28,6 +28,14 @@ class Rope:
         self._factor = np.float32(factor)
         self._own_window = own_window
 
+    def is_of(self, frequencies: torch.Tensor, factor: float) -> bool:
+        """Whether it turns by these frequencies and this factor."""
+        own = torch.from_numpy(self._frequencies)
+        return own.shape == frequencies.shape and bool(
+            torch.allclose(own, frequencies.float().cpu(), rtol=1e-6, atol=0.0)
+            and abs(float(self._factor) - factor) < 1e-6
+        )
+
     def rows(self, positions: IntArray, plan: StepPlan) -> Turns:
         """How to turn q and k of rows at `positions`: from float32 angles, as transformers does; streams from float64.
 

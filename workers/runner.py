@@ -46,11 +46,21 @@ from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_share import WHOLE, Share, share_unit_bytes
 from kvtier.workers.model import Model, ModelShape, ModelStep, layer_groups, read_shape
 from kvtier.workers.model_files import resolve_model, weights_fingerprint
-from kvtier.workers.model_lean import LeanModel, LeanWeights, NativeModel, lean_refusal, load_rope
+from kvtier.workers.model_lean import (
+    LeanModel,
+    LeanWeights,
+    NativeModel,
+    expected_logits,
+    lean_refusal,
+    load_rope,
+    verify,
+)
 from kvtier.workers.model_mla import LatentModel
 from kvtier.workers.model_store import default_cache
 from kvtier.workers.model_text import tokenizer_digest
 from kvtier.workers.model_transformers import TransformersModel
+from kvtier.workers.model_versions import versions
+from kvtier.workers.model_weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +70,6 @@ FIXED_ROWS = (
     16  # rows of each torch forward in invariant mode; fewer is slower prefill, more is slower decode
 )
 MIN_FRAMES = 4
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FP8_CAPABILITY = (8, 9)  # of a CUDA device that has e4m3 numbers
 _MAX_FIELD = 200  # characters of a root field
 
@@ -284,7 +293,7 @@ def eight_bit_format(device: torch.device) -> PageFormat:
 def _is_invariant(numerics: str, dtype: str, shape: ModelShape) -> bool:
     if numerics not in ("auto", "fast", "invariant"):
         raise ValueError(f"numerics must be auto, fast or invariant, got {numerics!r}")
-    experts = any(int(shape.config.get(name) or 0) > 1 for name in _EXPERTS)
+    experts = shape.has_experts
     if experts and numerics == "invariant":
         raise ValueError(
             f"numerics invariant isn't supported for {shape.architecture}: which rows share a product depends on the"
@@ -301,8 +310,8 @@ def _is_invariant(numerics: str, dtype: str, shape: ModelShape) -> bool:
 
 
 def _context_limit(shape: ModelShape, max_context: int) -> int:
-    if max_context > shape.max_positions:
-        raise ValueError(f"max_context {max_context} is more than the model's {shape.max_positions}")
+    if max_context > shape.longest_positions:
+        raise ValueError(f"max_context {max_context} is more than the model's {shape.longest_positions}")
     return max_context or shape.max_positions
 
 
@@ -336,22 +345,46 @@ def _load_model(
     refusal = lean_refusal(shape)
     if forward == "lean" and refusal:
         raise ValueError(f"forward: lean can't run this model: {refusal}; use auto or transformers")
-    if shape.is_latent:
-        return LatentModel(folder, shape, groups, layouts[0], kernels, device, share, reduce)
-    if forward == "transformers" or refusal:
-        model = TransformersModel(folder, shape, groups, layouts, kernels, device, share, reduce)
-        model.verify()
-        return model
-    weights = LeanWeights(folder, shape, layouts[0].dtype, device, share)
-    rope = load_rope(folder, shape)
-    if share.ranks > 1:  # compiled forwards know no other ranks
-        return LeanModel(share.of(shape), weights, rope, layouts[0], kernels, reduce)
-    if isinstance(kernels, NativeKernels):
-        refusal = llama_refusal(shape.hidden, shape.num_heads, layouts[0])
-        if not refusal:
-            return NativeModel(shape, weights, rope, layouts[0], kernels, max_rows)
-        log.warning("no compiled forward for this model, torch serves: %s", refusal)
-    return LeanModel(shape, weights, rope, layouts[0], kernels)
+    files = Checkpoint(folder)
+    try:
+        if shape.is_latent:
+            return LatentModel(files, shape, groups, layouts[0], kernels, device, share, reduce)
+        if forward == "transformers" or refusal:
+            model = TransformersModel(files, shape, groups, layouts, kernels, device, share, reduce)
+            model.verify()
+            return model
+        return _load_lean(files, shape, groups, layouts[0], kernels, max_rows, device, share, reduce)
+    finally:
+        files.close()
+
+
+def _load_lean(
+    files: Checkpoint,
+    shape: ModelShape,
+    groups: tuple[LayerGroup, ...],
+    layout: KVLayout,
+    kernels: Kernels,
+    max_rows: int,
+    device: torch.device,
+    share: Share,
+    reduce: Reduce,
+) -> LeanModel | NativeModel:
+    """Our own forward, compared with transformers' of the same weights. A whole model of which ranks have parts may
+    need more memory than a rank's GPU has, so that is computed on the CPU."""
+    rope = load_rope(files, shape)
+    where = device if share.ranks == 1 else torch.device("cpu")
+    own = expected_logits(files, rope, layout.dtype, where) if share.rank == 0 else None
+    weights = LeanWeights(files, shape, layout.dtype, device, share)
+    refusal = llama_refusal(shape.hidden, shape.num_heads, layout)
+    model: LeanModel | NativeModel
+    if share.ranks == 1 and isinstance(kernels, NativeKernels) and not refusal:
+        model = NativeModel(shape, weights, rope, layout, kernels, max_rows)
+    else:  # compiled forwards know no other ranks
+        if share.ranks == 1 and isinstance(kernels, NativeKernels):
+            log.warning("no compiled forward for this model, torch serves: %s", refusal)
+        model = LeanModel(share.of(shape), weights, rope, layout, kernels, reduce)
+    verify(model, own, shape, groups, layout.dtype, device)
+    return model
 
 
 def _fields(
@@ -378,6 +411,7 @@ def _fields(
         "compute_dtype": dtype,
         "numerics": "invariant" if invariant else "fast",
         "forward": computed_by,
+        **versions(),
         "rope": _short(shape.rope),
         "epoch": str(epoch),
     }

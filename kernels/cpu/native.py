@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -501,35 +502,59 @@ class NativeLlama:
         intermediate: int,
         max_rows: int,
     ) -> None:
+        self.vocab, self.hidden = embedding.shape
+        self._intermediate, self._query_heads, self._eps = intermediate, query_heads, eps
+        refusal = llama_refusal(self.hidden, query_heads, layout)
+        if refusal:
+            raise ValueError(refusal)
+        self._dtype, self._heads, self._dim = layout.dtype, layout.num_kv_heads, layout.head_dim
+        self._check_weight("norm", norm, self.hidden)
+        self._check_weight("embedding", embedding, self.vocab, self.hidden)
+        if head is not None:
+            self._check_weight("head", head, self.vocab, self.hidden)
+        self._kept: list[torch.Tensor] = []
+        packed = [self._pack_layer(number, w) for number, w in enumerate(layers)]
+        if len(packed) != layout.num_layers:
+            raise ValueError(f"{len(packed)} layers of weights for pages of {layout.num_layers}")
+        self._layers = (_Layer * layout.num_layers)(*packed)
+        self._head = self._keep(pack(embedding if head is None else head))
+        self._embedding = None if head is None else self._keep(embedding)
+        self._norm = self._keep(norm.float())
+        self._open(kernels, layout, max_rows)
+
+    def _open(self, kernels: NativeKernels, layout: KVLayout, max_rows: int) -> None:
         self._kernels = kernels
         self._layout = layout
         self._checked = _Checked()
         self._max_rows = max_rows
-        self.vocab, self.hidden = embedding.shape
-        refusal = llama_refusal(self.hidden, query_heads, layout)
-        if refusal:
-            raise ValueError(refusal)
-        self._kept: list[torch.Tensor] = []
-        self._layers = (_Layer * layout.num_layers)(*(self._pack_layer(w) for w in layers))
         self._model = _Model(
             dtype=_DTYPES[layout.dtype],
             num_layers=layout.num_layers,
             hidden=self.hidden,
-            intermediate=intermediate,
-            query_heads=query_heads,
+            intermediate=self._intermediate,
+            query_heads=self._query_heads,
             heads=layout.num_kv_heads,
             dim=layout.head_dim,
             vocab=self.vocab,
             max_rows=max_rows,
             pages=_layout(layout),
-            eps=eps,
+            eps=self._eps,
             scale=layout.head_dim**-0.5,
             layers=self._layers,
-            head=self._keep(pack(embedding if head is None else head)),
-            embedding=None if head is None else self._keep(embedding),
-            norm=self._keep(norm.float()),
+            head=self._head,
+            embedding=self._embedding,
+            norm=self._norm,
         )
         self._llama: int | None = kernels.library.kvt_llama_new(byref(self._model), kernels.pool)
+
+    def over(self, layout: KVLayout, max_rows: int) -> NativeLlama:
+        """The same model over other pages, with the same packed weights; to be closed by itself."""
+        given = (layout.dtype, layout.num_layers, layout.num_kv_heads, layout.head_dim)
+        if given != (self._dtype, len(self._layers), self._heads, self._dim):
+            raise ValueError(f"pages of {given} for a model of other sizes")
+        other = copy(self)
+        other._open(self._kernels, layout, max_rows)
+        return other
 
     def close(self) -> None:
         """Free the step's buffers; before the kernels are closed. No call may follow."""
@@ -542,7 +567,31 @@ class NativeLlama:
         self._kept.append(t)
         return t.data_ptr()
 
-    def _pack_layer(self, w: LlamaLayerWeights) -> _Layer:
+    def _check_weight(self, name: str, weight: torch.Tensor | None, *shape: int) -> None:
+        """Compiled code reads what the sizes say, wherever the weight ends."""
+        if weight is not None and (tuple(weight.shape) != shape or weight.dtype != self._dtype):
+            raise ValueError(
+                f"{name} must be {self._dtype} {list(shape)}, got {weight.dtype} {list(weight.shape)}"
+            )
+
+    def _check_layer(self, number: int, w: LlamaLayerWeights) -> None:
+        queries, rows = self._query_heads * self._dim, (self._query_heads + 2 * self._heads) * self._dim
+        for name, weight, shape in (
+            ("attention_norm", w.attention_norm, (self.hidden,)),
+            ("mlp_norm", w.mlp_norm, (self.hidden,)),
+            ("qkv", w.qkv, (rows, self.hidden)),
+            ("qkv_bias", w.qkv_bias, (rows,)),
+            ("q_norm", w.q_norm, (self._dim,)),
+            ("k_norm", w.k_norm, (self._dim,)),
+            ("out", w.out, (self.hidden, queries)),
+            ("gate", w.gate, (self._intermediate, self.hidden)),
+            ("up", w.up, (self._intermediate, self.hidden)),
+            ("down", w.down, (self.hidden, self._intermediate)),
+        ):
+            self._check_weight(f"layer {number}: {name}", weight, *shape)
+
+    def _pack_layer(self, number: int, w: LlamaLayerWeights) -> _Layer:
+        self._check_layer(number, w)
         down = torch.nn.functional.pad(w.down, (0, -w.down.shape[1] % _LANES))
         return _Layer(
             attention_norm=self._keep(w.attention_norm.float()),

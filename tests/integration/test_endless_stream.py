@@ -38,6 +38,7 @@ from kvtier.tier.service import CacheService
 from kvtier.workers.api import Output
 from kvtier.workers.model import ModelShape, read_shape
 from kvtier.workers.model_lean import LeanWeights, load_rope
+from kvtier.workers.model_weights import Checkpoint
 from kvtier.workers.runner import IntArray, StepBatch
 
 STREAM_TOKENS = 20_000
@@ -173,7 +174,7 @@ def explicit_logits(folder: Path, tokens: IntArray, rows: tuple[int, int], rule:
     Of the tokens before, those are computed whose keys the rows see, through all layers.
     """
     shape = read_shape(folder)
-    weights = LeanWeights(folder, shape, torch.float64, torch.device("cpu"))
+    weights = LeanWeights(Checkpoint(folder), shape, torch.float64, torch.device("cpu"))
     turns = _table(folder, shape, len(tokens) if rule.gap is None else rule.sinks + rule.window + 2)
     first = [
         max(0, rows[0] - (shape.num_layers - i) * (rule.window - 1)) for i in range(shape.num_layers + 1)
@@ -204,7 +205,7 @@ def explicit_logits(folder: Path, tokens: IntArray, rows: tuple[int, int], rule:
 
 def _table(folder: Path, shape: ModelShape, positions: int) -> torch.Tensor:
     """The turn at each position, complex128 [positions, 1, head_dim / 2]."""
-    frequencies = torch.from_numpy(load_rope(folder, shape)._frequencies).double()
+    frequencies = torch.from_numpy(load_rope(Checkpoint(folder), shape)._frequencies).double()
     angles = torch.arange(positions).double()[:, None, None] * frequencies
     return torch.polar(torch.ones_like(angles), angles)
 

@@ -14,6 +14,7 @@ import tiny_models
 import torch
 from runner_kit import Pool, Sequence, random_tokens
 from runner_kit import step as run_step
+from safetensors.torch import load_file
 
 from kvtier.kernels import reference
 from kvtier.kernels.cpu import build
@@ -23,7 +24,7 @@ from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import Recipe
 from kvtier.workers import model_files
 from kvtier.workers.formats import FORMAT_CODES, layout_of
-from kvtier.workers.model_files import convert_gguf, load_tensors, resolve_model, weights_fingerprint
+from kvtier.workers.model_files import convert_gguf, resolve_model, weights_fingerprint
 from kvtier.workers.runner import (
     GroupPages,
     Runner,
@@ -329,7 +330,7 @@ def test_fixed_tiles_keep_each_row_its_context_and_its_pages_of_all_groups() -> 
 def write_gguf(path: Path, folder: Path) -> None:
     """A tiny Llama as a GGUF file, as its converters write it: q and k with the halves of each head interleaved."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = load_tensors(folder)
+    tensors = load_file(folder / "model.safetensors")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -391,7 +392,7 @@ def test_a_gguf_file_is_converted_once_to_the_same_weights(
     again = resolve_model(str(tmp_path / "tiny.gguf"), tmp_path / "cache")
 
     assert again == folder and folder.parent == tmp_path / "cache" / "models"
-    expected, converted = load_tensors(tiny_llama), load_tensors(folder)
+    expected, converted = load_file(tiny_llama / "model.safetensors"), load_file(folder / "model.safetensors")
     assert expected.keys() == converted.keys()
     assert all(torch.equal(expected[name], converted[name]) for name in expected)
     assert (folder / "tokenizer.json").is_file() and (folder / "chat_template.jinja").is_file()

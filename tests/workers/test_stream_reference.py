@@ -21,6 +21,7 @@ from kvtier.kernels.ops import PlanSequence, make_plan
 from kvtier.tier.recipe import Window
 from kvtier.workers.model import read_shape
 from kvtier.workers.model_lean import LeanWeights, load_rope
+from kvtier.workers.model_weights import Checkpoint
 from kvtier.workers.rope import Rope
 from kvtier.workers.runner import IntArray
 
@@ -63,8 +64,8 @@ def explicit_logits(folder: Path, tokens: IntArray, window: Window) -> torch.Ten
     2, ... with no gap, the row itself at the last of them, and all are turned by where they stand now.
     """
     shape = read_shape(folder)
-    weights = LeanWeights(folder, shape, torch.float64, torch.device("cpu"))
-    rope = load_rope(folder, shape)
+    weights = LeanWeights(Checkpoint(folder), shape, torch.float64, torch.device("cpu"))
+    rope = load_rope(Checkpoint(folder), shape)
     frequencies, factor = torch.from_numpy(rope._frequencies).double(), float(rope._factor)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
