@@ -37,7 +37,7 @@ from kvtier.kernels.layout import (
     check_span,
     make_plan,
 )
-from kvtier.kernels.memory import raise_malloc_thresholds
+from kvtier.kernels.memory import HugeRoom, give_back, raise_malloc_thresholds
 from kvtier.kernels.plans import PerPlan
 from kvtier.kernels.reference import merge
 
@@ -45,6 +45,7 @@ __all__ = [
     "BuildError",
     "Format",
     "FormatArray",
+    "HugeRoom",
     "IntArray",
     "KVLayout",
     "Kernels",
@@ -58,6 +59,7 @@ __all__ = [
     "TorchKernels",
     "UseNative",
     "choose_kernels",
+    "give_back",
     "llama_refusal",
     "make_plan",
     "merge",

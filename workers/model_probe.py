@@ -95,6 +95,8 @@ def check_probe(
     `routed`: rows choose experts. Then, and in half precision, it goes by the median of rows that go the same way: a
     few rows may choose others and be far off without being wrong.
     """
+    if own.isnan().any():
+        raise ValueError(f"{name} can't be served: by transformers too, its logits in {dtype} are no numbers")
     errors = (ours - own.to(ours.device)).norm(dim=1) / own.to(ours.device).norm(dim=1)
     by_row = dtype == torch.float32 and not routed
     error = max(float(part.max() if by_row else part.median()) for part in (errors[a:b] for a, b in _SPANS))

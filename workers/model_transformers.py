@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvtier.kernels.ops import (
+    HugeRoom,
     Kernels,
     KVLayout,
     NativeKernels,
@@ -285,11 +286,11 @@ def compile_linears(model: Any, kernels: NativeKernels) -> bool:
     What remains then works on one row at a time, and row by row its bits don't depend on the number of rows, as long
     as torch runs it in one thread and no row ends within a vector.
     """
-    complete = True
+    complete, room = True, HugeRoom()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and child.in_features % 2 == 0:
-                setattr(parent, name, NativeLinear(kernels, child))
+                setattr(parent, name, NativeLinear(kernels, child, room))
                 complete = complete and child.in_features % 32 == 0
     for module in model.modules():
         matrices = any(p.dim() > 1 for p in module.parameters(recurse=False))

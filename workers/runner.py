@@ -22,6 +22,7 @@ from kvtier.kernels.ops import (
     PlanSequence,
     UseNative,
     choose_kernels,
+    give_back,
     llama_refusal,
     make_plan,
 )
@@ -237,6 +238,7 @@ def load_runner(
     model = _load_model(
         folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device, share, reduce
     )
+    give_back()
     _check_window(window, sinks, model, groups[0].window, page_tokens)
     # Sums over ranks round otherwise than sums within one.
     ranks = f", {share.ranks} ranks" if share.ranks > 1 else ""

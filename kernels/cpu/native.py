@@ -30,7 +30,7 @@ from kvtier.kernels.layout import (
     check_plan,
     check_span,
 )
-from kvtier.kernels.memory import huge_bytes
+from kvtier.kernels.memory import HugeRoom
 from kvtier.kernels.plans import PerPlan
 
 PANEL = 32  # outputs of a weight panel: gemm.hpp's NR
@@ -425,8 +425,11 @@ def check_on_cpu(arena: torch.Tensor) -> None:
         )
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs] as panels of 32 outputs, zeros behind the last output; bfloat16 pairs up along the inputs."""
+def pack(weight: torch.Tensor, room: HugeRoom) -> torch.Tensor:
+    """[outputs, inputs] as panels of 32 outputs, zeros behind the last output; bfloat16 pairs up along the inputs.
+
+    It lies in the room's memory.
+    """
     step = 2 if weight.dtype == torch.bfloat16 else 1
     outputs, inputs = weight.shape
     if inputs % step:
@@ -434,7 +437,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     missing = -outputs % PANEL
     padded = torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
     panels = padded.view(-1, PANEL, inputs // step, step).transpose(1, 2)
-    packed = huge_bytes(panels.numel() * weight.element_size()).view(weight.dtype)
+    packed = room.take(panels.numel() * weight.element_size()).view(weight.dtype)
     packed.view(panels.shape).copy_(panels)
     return packed
 
@@ -449,15 +452,15 @@ def _gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 class NativeLinear(torch.nn.Module):
     """torch.nn.Linear in our compiled code; each row's result is the same bits whatever the other rows."""
 
-    def __init__(self, kernels: NativeKernels, linear: torch.nn.Linear) -> None:
-        """Packs the weights, of which no other copy is kept. Raises ValueError for a dtype or size we don't have."""
+    def __init__(self, kernels: NativeKernels, linear: torch.nn.Linear, room: HugeRoom | None = None) -> None:
+        """Packs the weights, of which no other copy is kept, into `room`. Raises ValueError for a dtype or size we don't have."""
         super().__init__()
         if linear.weight.dtype not in _DTYPES:
             raise ValueError(f"no compiled linear for {linear.weight.dtype}")
         self._kernels = kernels
         self._dtype = linear.weight.dtype
-        self._packed = pack(linear.weight.detach())
-        self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        self._packed = pack(linear.weight.detach(), room or HugeRoom(0))
+        self._bias = None if linear.bias is None else linear.bias.detach().float().clone()
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -513,11 +516,12 @@ class NativeLlama:
         if head is not None:
             self._check_weight("head", head, self.vocab, self.hidden)
         self._kept: list[torch.Tensor] = []
-        packed = [self._pack_layer(number, w) for number, w in enumerate(layers)]
+        room = HugeRoom()
+        packed = [self._pack_layer(number, w, room) for number, w in enumerate(layers)]
         if len(packed) != layout.num_layers:
             raise ValueError(f"{len(packed)} layers of weights for pages of {layout.num_layers}")
         self._layers = (_Layer * layout.num_layers)(*packed)
-        self._head = self._keep(pack(embedding if head is None else head))
+        self._head = self._keep(pack(embedding if head is None else head, room))
         self._embedding = None if head is None else self._keep(embedding)
         self._norm = self._keep(norm.float())
         self._open(kernels, layout, max_rows)
@@ -590,7 +594,7 @@ class NativeLlama:
         ):
             self._check_weight(f"layer {number}: {name}", weight, *shape)
 
-    def _pack_layer(self, number: int, w: LlamaLayerWeights) -> _Layer:
+    def _pack_layer(self, number: int, w: LlamaLayerWeights, room: HugeRoom) -> _Layer:
         self._check_layer(number, w)
         down = torch.nn.functional.pad(w.down, (0, -w.down.shape[1] % _LANES))
         return _Layer(
@@ -599,10 +603,10 @@ class NativeLlama:
             qkv_bias=None if w.qkv_bias is None else self._keep(w.qkv_bias.float()),
             q_norm=None if w.q_norm is None else self._keep(w.q_norm.float()),
             k_norm=None if w.k_norm is None else self._keep(w.k_norm.float()),
-            qkv=self._keep(pack(w.qkv)),
-            out=self._keep(pack(w.out)),
-            gate_up=self._keep(pack(_gate_up(w.gate, w.up))),
-            down=self._keep(pack(down)),
+            qkv=self._keep(pack(w.qkv, room)),
+            out=self._keep(pack(w.out, room)),
+            gate_up=self._keep(pack(_gate_up(w.gate, w.up), room)),
+            down=self._keep(pack(down, room)),
         )
 
     def forward(

@@ -460,6 +460,17 @@ def test_a_lean_forward_that_differs_from_transformers_is_refused_when_loaded(
         load(folder, forward="lean", kind=kind)
 
 
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_weights_that_give_no_numbers_are_refused(tmp_path: Path, forward: str) -> None:
+    folder = rewrite(
+        tiny_models.make_tiny_llama(tmp_path),
+        tensors=lambda all: {**all, "model.norm.weight": torch.full((64,), float("nan"))},
+    )
+
+    with pytest.raises(ValueError, match="LlamaForCausalLM can't be served: .* are no numbers"):
+        load(folder, forward=forward)
+
+
 def test_checking_a_lean_model_leaves_its_pages_and_its_numbers_as_they_were(tmp_path: Path) -> None:
     folder = tiny_models.make_tiny_llama(tmp_path)
     prompt = [random_tokens(1, 40, tiny_models.VOCAB).tolist()]
