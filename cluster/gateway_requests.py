@@ -15,6 +15,7 @@ from kvtier.workers.model_text import Text, TextError
 
 DEFAULT_TENANT = "default"
 DEFAULT_MAX_TOKENS = 1024  # where the request names none and the context leaves as much
+MAX_CHAT_MESSAGES = 8192  # rendering one takes some 20 us
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 64
@@ -154,6 +155,8 @@ def _text_ids(prompt: str, text: Text, max_context: int) -> list[int]:
 def _chat_ids(chat: inference_pb2.Chat, text: Text, max_context: int) -> list[int]:
     if not chat.messages:
         raise invalid("prompt is empty: chat has no messages")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise invalid(f"chat must have at most {MAX_CHAT_MESSAGES} messages, got {len(chat.messages)}")
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise invalid(

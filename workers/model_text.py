@@ -125,8 +125,14 @@ class Text:
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered conversation. Raises TextError as `encode` and `render_chat` do."""
-        self._check_length(sum(len(message["content"].encode()) for message in messages), max_tokens)
+        """Token ids of a rendered conversation. Raises TextError as `encode` and `render_chat` do.
+
+        A message without content costs a token too, at least: what the template writes around it.
+        """
+        least = self.max_token_bytes
+        self._check_length(
+            sum(max(least, len(message["content"].encode())) for message in messages), max_tokens
+        )
         rendered = self.render_chat(messages)
         self._check_length(len(rendered.encode()), max_tokens)
         return self._encode(rendered, add_special_tokens=False)

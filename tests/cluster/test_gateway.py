@@ -32,7 +32,7 @@ from kvtier.cluster import gateway_requests, gateway_streams
 from kvtier.cluster.config import MAX_STREAM_PROMPT, GrpcConfig
 from kvtier.proto import inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import EngineRequest, FinishReason, Output
-from kvtier.workers.model_text import Text
+from kvtier.workers.model_text import Text, TextError
 
 
 @pytest.fixture(scope="module")
@@ -455,6 +455,30 @@ def test_a_prompt_too_long_for_any_tokens_is_refused_for_generate_and_lookup(
         with pytest.raises(ClientError, match=named) as refused:
             ask()
         assert refused.value.status == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(("messages", "is_taken"), [(8192, True), (8193, False)])
+def test_a_chat_has_so_many_messages_and_no_more(text: Text, messages: int, is_taken: bool) -> None:
+    """400,000 empty ones held a tokenizer's thread for 30 s; each costs a token at least, where the context is large."""
+    chat = [{"role": "user", "content": ""}] * messages
+    with serving(text, max_context=2**22) as served, connect(served.endpoint) as client:
+        if is_taken:
+            assert client.lookup(chat)["prompt_tokens"] > messages
+            return
+        for ask in (lambda: completion(client.generate(chat)), lambda: client.lookup(chat)):
+            with pytest.raises(
+                ClientError, match="chat must have at most 8192 messages, got 8193"
+            ) as refused:
+                ask()
+            assert refused.value.status == "INVALID_ARGUMENT"
+
+
+def test_an_empty_message_costs_a_token_before_any_is_rendered(text: Text) -> None:
+    message = {"role": "user", "content": ""}
+    text.encode_chat([message] * 10, 1000)
+
+    with pytest.raises(TextError, match=r"prompt of \d+ bytes is too long: max_context 1000 tokens"):
+        text.encode_chat([message] * 1001, 1000)
 
 
 def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
