@@ -49,7 +49,7 @@ THREADED_PROMPT = 4096
 class GatewayCore(Flights):
     """Requests in flight. Owned by the event loop it is used on.
 
-    Each holds at most its max_tokens of output, and at most gateway_streams.MAX_UNREAD_TOKENS that its client hasn't
+    Each holds at most its max_tokens of output, and at most gateway_streams.MAX_UNREAD_BYTES that its client hasn't
     read; see Flights for how many there are.
     """
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import grpc
 
 from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.gateway_unread import Unread
 from kvtier.cluster.text import StopScanner
 from kvtier.proto import inference_pb2
 from kvtier.tier.page import TierName
-from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, TokenLogprobs, Usage
+from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, Usage
 from kvtier.workers.model_text import Detokenizer, Text
 
-MAX_UNREAD_TOKENS = 1 << 17  # of a request: hours of a stalled client, some megabytes
+MAX_UNREAD_BYTES = 4 * 2**20  # of a request: 200,000 tokens with their text, 16,000 with 20 logprobs each
 MAX_MOVED_TOKENS = 1 << 20  # of a request: with more, 4 MB, it doesn't go on at another worker
 
 _FINISH = {
@@ -40,18 +42,14 @@ class Sequence:
         "given",
         "index",
         "is_done",
-        "logprobs",
-        "text",
-        "token_ids",
+        "unread",
     )
 
     def __init__(
         self, index: int, detokenizer: Detokenizer | None, scanner: StopScanner | None, min_tokens: int = 0
     ) -> None:
         self.index = index
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.unread = Unread()
         self.count = 0  # its tokens so far
         self.given: array[int] | None = array(
             "I"
@@ -74,52 +72,42 @@ class Sequence:
                 self.finish = FinishReason.STOP
                 break
             self._unscanned_tokens -= 1
-        self.token_ids += output.token_ids[:taken]
+        self.unread.add(output.token_ids[:taken], output.logprobs[:taken])
         self.count += taken
         if self.given is not None:
             self.given.extend(output.token_ids[:taken])
-        self.logprobs += output.logprobs[:taken]
         if self.finish is None and output.finish_reason is not None:
             self._end(output.finish_reason)
 
     def _add(self, text: str) -> bool:
         """Whether the text completes a stop string."""
         if not self._scanner or self._unscanned_tokens > 0:
-            self.text += text
+            self.unread.add_text(text)
             return False
         shown, is_stop = self._scanner.push(text)
-        self.text += shown
+        self.unread.add_text(shown)
         return is_stop
 
     def drop_unread(self) -> None:
         """Forget what the client has not taken: it will get none of it."""
-        self.text, self.token_ids, self.logprobs = "", [], []
+        self.unread.clear()
 
     def _end(self, reason: FinishReason) -> None:
         self.finish = reason
         if self._detokenizer and self._add(self._detokenizer.finish()):
             self.finish = FinishReason.STOP
         elif self._scanner:
-            self.text += self._scanner.flush()
+            self.unread.add_text(self._scanner.flush())
 
     def chunk(self, request_id: str) -> inference_pb2.GenerateChunk | None:
-        """What is there for the client, taken out; None when there is nothing."""
-        if not self.token_ids and not self.text and (self.finish is None or self.is_done):
+        """What is there for the client and fits in one, taken out; None when there is nothing."""
+        if not self.unread and (self.finish is None or self.is_done):
             return None
-        chunk = inference_pb2.GenerateChunk(
-            request_id=request_id, index=self.index, text=self.text, token_ids=self.token_ids
-        )
-        for position in self.logprobs:
-            entry = chunk.logprobs.add(logprob=position.logprob)
-            for token_id, logprob in position.top:
-                entry.top.add(id=token_id, logprob=logprob)
-        if self.finish is not None:
+        chunk = inference_pb2.GenerateChunk(request_id=request_id, index=self.index)
+        self.delivered_tokens += self.unread.fill(chunk)
+        if self.finish is not None and not self.unread:
             chunk.finish_reason = _FINISH[self.finish]
             self.is_done = True
-        self.delivered_tokens += len(self.token_ids)
-        self.text = ""
-        self.token_ids = []
-        self.logprobs = []
         return chunk
 
 
@@ -283,13 +271,15 @@ class Stream:
         if self.given_tokens > MAX_MOVED_TOKENS:
             for sequence in self.sequences:
                 sequence.given = None
-        waiting = sum(len(sequence.token_ids) for sequence in self.sequences)
-        if waiting <= MAX_UNREAD_TOKENS or self.failure is not None:
+        waiting = sum(sequence.unread.nbytes for sequence in self.sequences)
+        if waiting <= MAX_UNREAD_BYTES or self.failure is not None:
             return
+        tokens = sum(len(sequence.unread) for sequence in self.sequences)
         self.fail(
             Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the client reads too slowly: {waiting} tokens wait for it, at most {MAX_UNREAD_TOKENS} are kept",
+                f"the client reads too slowly: {tokens} tokens in {waiting} bytes wait for it, at most "
+                f"{MAX_UNREAD_BYTES} bytes are kept",
             )
         )
         self.is_overfull = True
@@ -324,21 +314,23 @@ class Stream:
         if self.failure is not None:
             raise self.failure
 
-    def drain(self) -> list[inference_pb2.GenerateChunk]:
-        """Chunks for the client, one per sequence at most.
+    def drain(self) -> Iterator[inference_pb2.GenerateChunk]:
+        """Chunks for the client, each made when it is asked for: what comes meanwhile may go with it.
 
         The last one of all, with the usage, comes when the worker has said its last word: it knows the timings.
         """
-        request_id = self.request.request_id
-        may_end = self.is_over_at_worker or not self.is_complete
-        chunks = [chunk for s in self.sequences if may_end and (chunk := s.chunk(request_id))]
-        if chunks and self._is_first:
-            self._is_first = False
-            chunks[0].worker = self._began_at
-            chunks[0].seed = self.request.sampling.seed
-        if chunks and self.is_drained:
-            self._conclude(chunks[-1])
-        return chunks
+        for sequence in self.sequences:
+            while self.is_over_at_worker or not self.is_complete:
+                chunk = sequence.chunk(self.request.request_id)
+                if chunk is None:
+                    break
+                if self._is_first:
+                    self._is_first = False
+                    chunk.worker = self._began_at
+                    chunk.seed = self.request.sampling.seed
+                if self.is_drained:
+                    self._conclude(chunk)
+                yield chunk
 
     def _conclude(self, chunk: inference_pb2.GenerateChunk) -> None:
         completion_tokens = sum(sequence.delivered_tokens for sequence in self.sequences)

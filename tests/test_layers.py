@@ -120,7 +120,14 @@ PURE = (
     ]
     + [
         f"cluster/{name}.py"
-        for name in ("gateway_status", "gateway_find", "gateway_outcomes", "gateway_suspects", "life")
+        for name in (
+            "gateway_status",
+            "gateway_find",
+            "gateway_outcomes",
+            "gateway_suspects",
+            "gateway_unread",
+            "life",
+        )
     ]
     + [f"cluster/{name}.py" for name in ("held", "memory_kills", "part_states", "pulses")]
     + [f"cluster/directory_{name}.py" for name in ("core", "slots", "table")]

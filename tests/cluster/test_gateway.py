@@ -666,7 +666,7 @@ def _request(ids: list[int], request_id: str = "", **sampling: Any) -> inference
 
 def test_what_a_stalled_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream of millions of tokens would else fill the gateway's memory at the model's speed."""
-    monkeypatch.setattr(gateway_streams, "MAX_UNREAD_TOKENS", 50)
+    monkeypatch.setattr(gateway_streams, "MAX_UNREAD_BYTES", 50 * 4)  # token ids alone
     with serving(is_manual=True) as served, connect(served.endpoint) as client, ThreadPoolExecutor(1) as pool:
         worker = served.workers[0]
         call = pool.submit(lambda: completion(client.generate([1], window=8, max_tokens=10**6, n=2)))
@@ -676,10 +676,10 @@ def test_what_a_stalled_client_leaves_unread_is_bounded(monkeypatch: pytest.Monk
             for _ in range(60):
                 worker.step()
             [stream] = served.core.workers["w0"].streams.values()
-            return sum(len(sequence.token_ids) for sequence in stream.sequences)
+            return sum(len(sequence.unread) for sequence in stream.sequences)
 
         assert served.call(steps_without_a_pause) == 0, "what nobody will read is dropped"
-        with pytest.raises(ClientError, match="reads too slowly: 51 tokens wait") as refused:
+        with pytest.raises(ClientError, match="too slowly: 51 tokens in 204 bytes wait") as refused:
             call.result(120)
         assert refused.value.status == "RESOURCE_EXHAUSTED"
         assert eventually(lambda: served.core.in_flight == 0)
