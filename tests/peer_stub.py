@@ -118,6 +118,13 @@ class StubNode:
         slot = self.host.slot(Place(0, self._slots[key_of(number)]), self.nbytes)
         slot[HEADER_BYTES + self.nbytes // 2 if at is None else at] ^= 1
 
+    def overwrite(self, number: int, payload: bytes, **changes: Any) -> None:
+        """Put another whole page into a page's slot, with checksums that fit it; the node doesn't know."""
+        said = envelope_of(number, self.nbytes, **changes)
+        checksum = page_checksum(said.key, said.variant, said.spec_digest, payload)
+        place = Place(0, self._slots[key_of(number)])
+        self.host.write(place, envelope_of(number, self.nbytes, **changes, checksum=checksum), payload)
+
     def has(self, number: int) -> bool:
         """Whether the page is still there."""
         return key_of(number) in self._slots

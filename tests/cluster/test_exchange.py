@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trustme
-from peer_stub import SECRET, StubNode, exchange, stub
+from peer_stub import SECRET, StubNode, exchange, key_of, payload_of, stub
 from waiting import until
 
 from kvtier.cluster import exchange_channels
@@ -149,6 +149,27 @@ def test_a_damaged_copy_is_dropped_where_it_lies(
 
     until(lambda: not world.away.has(2), "the peer has dropped it")
     assert world.home.ended(world.home.order("away", world.address, range(4))).reason == "evicted"
+    assert world.here.stats()["fetched"]["away"]["breaker"] == "closed"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"key": key_of(8)}, {"variant": "int8"}, {"spec_digest": b"another spec...."}]
+)
+@pytest.mark.parametrize("same_host", ["off", "auto"])
+def test_another_whole_page_in_a_slot_is_dropped_as_a_damaged_one_is(
+    stack: ExitStack, tmp_path: Path, same_host: str, changes: dict[str, Any]
+) -> None:
+    """Its own checksum fits, so only what the node says of the slot shows that it is another one."""
+    world = pair(stack, tmp_path, same_host)
+    world.away.put(*range(4))
+    world.away.overwrite(2, payload_of(8, 4096), **changes)
+
+    for _ in range(1 if same_host == "auto" else 2):
+        fetch = world.home.order("away", world.address, range(4))
+        assert world.home.ended(fetch).reason == "corrupt"
+        assert world.home.stored(fetch) == {0, 1}
+
+    until(lambda: not world.away.has(2), "the peer has dropped it")
     assert world.here.stats()["fetched"]["away"]["breaker"] == "closed"
 
 
