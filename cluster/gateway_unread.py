@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from kvtier.proto import inference_pb2
 from kvtier.workers.api import TokenLogprobs
 
-MAX_CHUNK_BYTES = (
-    32 * 2**10
-)  # of a chunk's tokens and of its text: the smallest grpc.max_message_bytes holds both
+MAX_CHUNK_BYTES = 31 * 2**10  # of its tokens, and of its text: grpc.max_message_bytes is at least 64 KiB
 _TEXT_BYTES = 4  # of a character, at most
 _TOKEN_BYTES = 6  # on the wire, at most
 _LOGPROB_BYTES = 16  # on the wire, at most, of the token's own ...

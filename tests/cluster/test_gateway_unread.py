@@ -13,7 +13,7 @@ from waiting import eventually, until
 from kvtier.cli.client import ClientError, completion, connect
 from kvtier.cluster import gateway_streams, gateway_unread
 from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway_unread import MAX_CHUNK_BYTES, Unread
+from kvtier.cluster.gateway_unread import Unread
 from kvtier.proto import inference_pb2
 from kvtier.workers.api import TokenLogprobs
 
