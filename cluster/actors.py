@@ -10,7 +10,7 @@ from kvtier.cluster.config import Config
 from kvtier.cluster.config_nodes import TransferTls
 from kvtier.cluster.exchange_wire import TlsFiles
 from kvtier.cluster.homes import Home
-from kvtier.cluster.l4_folders import l4_root
+from kvtier.cluster.l4_folders import clears_folder, l4_root
 from kvtier.cluster.placement import Place, Placement, here
 from kvtier.cluster.policies import digest_shares, policy_settings, request_weights, tenant_shares
 from kvtier.cluster.scout import Ground
@@ -33,14 +33,16 @@ class Actors:
         placement: Placement,
         nodes: int,
         sockets: Path,
+        cache: Path,
     ) -> None:
-        """`model` is this machine's folder of it; `nodes` how many there are; `sockets` a short folder, which is made where
+        """`cache` is the user's cache folder on this machine. `model` is this machine's folder of it; `nodes` how many there are; `sockets` a short folder, which is made where
         it isn't."""
         self._config = config
         self._model = model
         self._stored = stored
         self._placement = placement
         self._sockets = sockets
+        self._cache = cache
         self._secret = secrets.token_hex(32)  # by which this deployment's exchanges know each other
         self._nodes: set[str] = set()  # ids of those that have been made
         self._roles = config.worker.roles(nodes * config.worker.count)
@@ -67,6 +69,7 @@ class Actors:
             write=tiers.write,
             shares=digest_shares(self._config),
             fetch_deadline_s=self._config.transfer.deadline_ms / 1e3,
+            awaits_clears=True,
         )
 
     def worker(self, home: Home, number: int) -> Any:
@@ -155,6 +158,8 @@ class Actors:
             config.model.sinks,
             config.routing.policy,
             len(self._roles),
+            clears_folder=str(clears_folder(self._cache, config.name)),
+            node_ids=sorted(self._nodes),
         )
 
     def worker_threads(self, ground: Ground) -> int:

@@ -102,6 +102,7 @@ def to_message(request: PagesRequest, node_id: str, wait_s: float) -> page_trans
         payload_bytes=request.payload_bytes,
         wait_ms=max(1, int(wait_s * 1000)),
         checks=request.checks,
+        cleared=request.cleared,
     )
 
 
@@ -120,6 +121,7 @@ def from_message(message: page_transfer_pb2.FetchRequest) -> PagesRequest:
         spec_digest=message.spec_digest,
         payload_bytes=message.payload_bytes,
         checks=message.checks,
+        cleared=message.cleared,
     )
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,10 +21,11 @@ from kvtier.cluster.config import GrpcConfig, TenantConfig
 from kvtier.cluster.gateway_ask import Shared, Silence, within
 from kvtier.cluster.gateway_attach import CONNECT_S, Attachments
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
+from kvtier.cluster.gateway_clears import Clearer, ClearRecord
 from kvtier.cluster.gateway_core import GatewayCore
 from kvtier.cluster.gateway_holders import Holders
 from kvtier.cluster.gateway_outputs import OutputReceiver
-from kvtier.cluster.gateway_ports import HEALTH_S, HEALTHY, UNHEALTHY, Outcomes, OwnerDown, Tenant
+from kvtier.cluster.gateway_ports import HEALTH_S, HEALTHY, UNHEALTHY, Outcomes, OwnerDown, Tenant, Told
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError, GatewayServer
 from kvtier.cluster.gateway_status import Condition
@@ -31,9 +33,9 @@ from kvtier.cluster.held import Held
 from kvtier.cluster.part_states import PartState, show
 from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import L4NotCleared, PageInfo
+from kvtier.tier.base import PageInfo
 from kvtier.tier.by_key import HeldKeys
-from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
@@ -63,12 +65,17 @@ class GatewayActor:
         sinks: int = 0,
         routing: Policy = "prefix",
         workers: int = 0,
+        clears_folder: str = "",
+        node_ids: Sequence[str] = (),
     ) -> None:
         """`max_sequences`: of one worker, running and waiting together; more are refused.
 
         `window` and `sinks` are those of requests that set none; 0: the model's own attention. `routing` is how workers
         are chosen, `workers` how many there may be, whoever of them lives at the start.
+        The numbers of all clears are kept in `clears_folder`, "" for nowhere. `node_ids` are all nodes that there are.
         """
+        self._record = ClearRecord(Path(clears_folder) if clears_folder else None)
+        self._node_ids = tuple(node_ids)
         self._model_name = model_name
         self._grpc_config = grpc_config
         self._tenants = {tenant.name: tenant.salt for tenant in tenants}
@@ -91,6 +98,7 @@ class GatewayActor:
         self._looking: asyncio.Task[None] | None = None
         self._core: GatewayCore
         self._cache: CacheVerbs
+        self._clearer: Clearer
         self._receiver: OutputReceiver
         self._attachments: Attachments
         self._server: GatewayServer
@@ -115,6 +123,7 @@ class GatewayActor:
         check_agreement(infos, self._text)
         self._directory = None if directory is None else RayDirectory(directory)
         loop = asyncio.get_running_loop()
+        self._record.load()
         self._core = GatewayCore(
             there,
             self._text,
@@ -123,8 +132,12 @@ class GatewayActor:
             self._window,
             holders=None if self._directory is None else Holders(self._directory, loop.time),
             policy=self._routing,
+            clears=self._record.clears,
         )
-        self._cache = CacheVerbs(self._core, await asyncio.gather(*map(_node, nodes)), self._tenants)
+        self._clearer = Clearer(self._record)
+        found = await asyncio.gather(*map(_node, nodes))
+        self._cache = CacheVerbs(self._core, found, self._tenants, self._clearer, self._node_ids)
+        await self._cache.attach_nodes()
         await asyncio.gather(*map(self._attach_if_living, exchanges))
         await self._connect_outputs({info.worker_id: port for info, port in there})
         for port in silent:
@@ -170,11 +183,12 @@ class GatewayActor:
         """A node is there, new or started anew. Raises GatewayError."""
         try:
             node = await within(CONNECT_S, _node(handle))
-        except RayActorError as error:
+            await self._cache.attach_node(node)
+        except (RayActorError, OwnerDown) as error:
             raise GatewayError("the node to attach is dead: start it first") from error
-        except Silence as silence:
-            raise GatewayError(f"the node to attach {silence}: try again") from silence
-        self._cache.attach_node(node)
+        except (Silence, Refusal, RuntimeError, TimeoutError) as error:
+            why = error.message if isinstance(error, Refusal) else str(error)
+            raise GatewayError(f"the node to attach {why}: try again") from error
 
     async def _connect_outputs(self, workers: Mapping[str, RayWorker]) -> None:
         self._receiver = OutputReceiver(
@@ -185,7 +199,8 @@ class GatewayActor:
         def check(info: WorkerInfo) -> None:
             check_agreement([self._core.info, info], self._text)
 
-        self._attachments = Attachments(self._core, self._receiver, address, check)
+        told = self._record.clears.numbers
+        self._attachments = Attachments(self._core, self._receiver, address, check, told)
         await self._attachments.connect(workers)
 
     async def _look(self) -> None:
@@ -203,6 +218,7 @@ class GatewayActor:
         if self._looking is not None:
             self._looking.cancel()
         self._attachments.close()
+        self._clearer.close()
         self._receiver.close()
         self._core.close()
 
@@ -292,8 +308,6 @@ class RayOwner:
         except RayTaskError as error:
             if isinstance(error.cause, WorkerStopped):
                 raise OwnerDown(f"{self._name} takes nothing more: {error.cause}") from error
-            if isinstance(error.cause, L4NotCleared):
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error.cause)) from error
             raise error.cause from None  # as it was raised there, without Ray's traceback in its text
 
     async def health(self) -> str | None:
@@ -336,9 +350,12 @@ class RayOwner:
         outcomes: ManyOutcomes = await self._call("evict_all", tier)
         return outcomes
 
-    async def clear(self, tenant: Tenant) -> ManyOutcomes:
-        outcomes: ManyOutcomes = await self._call("clear", tenant)
-        return outcomes
+    async def clear(self, tenant: Tenant, number: int) -> Cleared:
+        cleared: Cleared = await self._call("clear", tenant, number)
+        return cleared
+
+    async def know(self, told: Told) -> None:
+        await self._call("know", told)
 
     async def verify(self, keys: list[bytes]) -> Outcomes:
         outcomes: Outcomes = await self._call("verify", keys)
@@ -393,6 +410,10 @@ class RayNode(RayOwner):
         info: dict[str, Any] = await self._call("info")
         pid: int = info["pid"]
         return pid
+
+    async def clears(self) -> Told:
+        told: Told = await self._call("clears")
+        return told
 
 
 class RayDirectory:

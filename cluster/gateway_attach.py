@@ -11,7 +11,7 @@ from typing import Protocol
 from kvtier.cluster.gateway_ask import Silence, within
 from kvtier.cluster.gateway_flights import Flights
 from kvtier.cluster.gateway_outputs import OutputReceiver
-from kvtier.cluster.gateway_ports import OwnerDown, WorkerPort
+from kvtier.cluster.gateway_ports import OwnerDown, Told, WorkerPort
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError
 from kvtier.workers.api import WorkerInfo
@@ -38,12 +38,14 @@ class Attachments:
         receiver: OutputReceiver,
         address: str,
         check: Callable[[WorkerInfo], None],
+        told: Callable[[], Told] = list,
     ) -> None:
-        """`address` is where `receiver` listens."""
+        """`address` is where `receiver` listens; `told` gives the clears that who comes may have missed."""
         self._flights = flights
         self._receiver = receiver
         self._address = address
         self._check = check
+        self._told = told
         self._ports: dict[str, AttachedPort] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # about one for each worker
@@ -65,6 +67,7 @@ class Attachments:
         """Why it is left out; "" when it is connected."""
         try:
             async with asyncio.timeout(CONNECT_S):
+                await port.know(self._told())
                 await port.connect_gateway(self._address, self._receiver.secret)
                 await self._receiver.wait_complete(CONNECT_S, worker_id)
         except (OwnerDown, Refusal, OSError, TimeoutError) as error:
@@ -155,6 +158,7 @@ class Attachments:
         wrong = await within(CONNECT_S, port.health())
         if wrong is not None:
             raise GatewayError(f"worker {worker_id} is not well: {wrong}")
+        await within(CONNECT_S, port.know(self._told()))
         self._flights.lose_worker(worker_id, "it was started anew")
         self._receiver.expect(worker_id)
         try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvtier.cluster import gateway_find, gateway_outcomes, gateway_record
 from kvtier.cluster.gateway_ask import Call, Shared, Silence, answers_of, together, within
+from kvtier.cluster.gateway_clears import Asked, Clearer, ClearRecord
 from kvtier.cluster.gateway_core import THREADED_PROMPT, GatewayCore
 from kvtier.cluster.gateway_find import KEY_DIGITS, TIER_ORDER
 from kvtier.cluster.gateway_ports import (
@@ -29,6 +30,7 @@ from kvtier.cluster.gateway_ports import (
     OwnerDown,
     OwnerPort,
     Tenant,
+    Told,
     asked_health,
 )
 from kvtier.cluster.gateway_requests import Refusal, invalid, quoted
@@ -86,8 +88,18 @@ class _Owner:
 class CacheVerbs:
     """Owned by the gateway's event loop. `salts` are the tenants' secrets from the configuration."""
 
-    def __init__(self, core: GatewayCore, nodes: Iterable[Node], salts: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        core: GatewayCore,
+        nodes: Iterable[Node],
+        salts: Mapping[str, str],
+        clearer: Clearer | None = None,
+        expected: Iterable[str] = (),
+    ) -> None:
+        """`expected` are the ids of all nodes that there are, attached or not."""
         self._core = core
+        self._clearer = clearer or Clearer(ClearRecord(None))
+        self._expected = set(expected)
         self.nodes = list(nodes)
         self._salts = dict(salts)
         self._names = {tenant_digest(name).hex(): name for name in salts}
@@ -245,12 +257,26 @@ class CacheVerbs:
         return await _of_all(await self._ask(lambda port: port.evict_all(tier), owners, WORK_S))
 
     async def clear(self, message: cache_pb2.ClearRequest) -> cache_pb2.OutcomesReply:
-        """Drop and wipe all pages of a tenant, or of all."""
+        """Drop and wipe all pages of a tenant, or of all. The reply names each part, and what is left to be done there."""
         tenant = self._tenant(message.tenant)
-        answers = await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
-        # Once more: a node may have fetched pages from one that was not yet cleared.
-        await self._ask(lambda port: port.clear(tenant), self._owners(tenant), WORK_S)
-        return await _of_all(answers)
+        digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
+        number = await self._clearer.record.begin(digest)
+        workers = [] if isinstance(tenant, bytes) else self._living_workers()
+        asked = [_asked_worker(worker, self._core.lose) for worker in workers] + list(
+            map(_asked_node, self.nodes)
+        )
+        answers, parts = await self._clearer.clear(asked, tenant, number, WORK_S)
+        reply = await _of_all([(owner, answer.pages) for owner, answer in answers])
+        reply.parts.extend([*self._unattached(), *parts])
+        return reply
+
+    def _unattached(self) -> list[cache_pb2.PartOutcome]:
+        """Nodes that there are, and that no process of has been heard of yet."""
+        detail = "it has not been attached yet: its pages are cleared before it serves"
+        return [
+            cache_pb2.PartOutcome(part=node_id, outcome=cache_pb2.OUTCOME_DEFERRED, tier="L4", detail=detail)
+            for node_id in sorted(self._expected - {node.node_id for node in self.nodes})
+        ]
 
     async def verify(self, message: cache_pb2.KeysRequest) -> cache_pb2.OutcomesReply:
         """Compare checksums of these pages, or of all."""
@@ -297,8 +323,36 @@ class CacheVerbs:
         wanted = {*message.nodes, *message.workers}
         return [owner for owner in owners if owner.owner_id in wanted]
 
-    def attach_node(self, node: Node) -> None:
-        """It is there, new or started anew."""
+    async def attach_node(self, node: Node, limit_s: float = WORK_S) -> None:
+        """It is there, new or started anew, and has applied the clears that it missed when this returns.
+
+        Raises Silence, OwnerDown and Refusal; it answers no lookup then.
+        """
+        self._add_node(node)
+        if await self._clearer.record.hear(await within(limit_s, node.port.clears())):
+            for other in self.nodes:  # it knows of one that this gateway's record has lost
+                if other is not node and other.down is None:
+                    self._clearer.tell_later(_asked_node(other))
+        await self._clearer.know(node.port, limit_s)
+
+    async def attach_nodes(self) -> None:
+        """At the start: all nodes apply what they missed. One that can't now answers no lookup, and is told again."""
+        nodes = [node for node in self.nodes if node.down is None]
+        for told in await asyncio.gather(*map(_clears_of, nodes)):
+            await self._clearer.record.hear(told)
+
+        async def tell(node: Node) -> None:
+            try:
+                await self._clearer.know(node.port, ASK_S)
+            except (OwnerDown, Refusal, Silence, RuntimeError, TimeoutError) as error:
+                log.error(
+                    "node %s has not heard what was cleared, and is told again: %s", node.node_id, error
+                )
+                self._clearer.tell_later(_asked_node(node))
+
+        await together(map(tell, nodes))
+
+    def _add_node(self, node: Node) -> None:
         self.nodes = sorted(
             [node, *(other for other in self.nodes if other.node_id != node.node_id)],
             key=lambda one: (len(one.node_id), one.node_id),  # node-9 before node-10
@@ -436,6 +490,27 @@ class CacheVerbs:
         answers = await self._ask(lambda port: port.keys_with(heads, limit))
         alike = gateway_find.alike(heads, (found for _, found in answers), limit)
         return [(alike[key].whole() or key) if key in alike else key for key in keys]
+
+
+def _asked_worker(worker: Worker, lose: Callable[[Worker, str], object]) -> Asked:
+    info = worker.info
+    return Asked(info.worker_id, worker.port, partial(_lose, lose, worker), False, lambda: worker.down)
+
+
+def _lose(lose: Callable[[Worker, str], object], worker: Worker, reason: str) -> None:
+    lose(worker, reason)
+
+
+def _asked_node(node: Node) -> Asked:
+    return Asked(node.node_id, node.port, node.lose, True, lambda: node.down)
+
+
+async def _clears_of(node: Node) -> Told:
+    try:
+        return await within(ASK_S, node.port.clears())
+    except (OwnerDown, Refusal, Silence, RuntimeError, TimeoutError) as error:
+        log.error("node %s does not say what it has been cleared by: %s", node.node_id, error)
+        return []
 
 
 async def _held(port: OwnerPort, joined: bytes) -> list[HeldKeys]:

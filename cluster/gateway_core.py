@@ -37,6 +37,7 @@ from kvtier.cluster.gateway_streams import Stream
 from kvtier.cluster.held import Held
 from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
+from kvtier.tier.clears import Clears
 from kvtier.tier.identity import page_keys, root_key, tenant_salt
 from kvtier.tier.page import PageKey
 from kvtier.workers.api import EngineRequest, WorkerInfo
@@ -63,12 +64,14 @@ class GatewayCore(Flights):
         *,
         holders: Holders | None = None,
         policy: Policy = "prefix",
+        clears: Clears | None = None,
     ) -> None:
         """`tenants` maps names to the secrets of the configuration; `window` is that of requests that set none, or 0.
 
-        `holders` is where to ask for a prompt's pages, `policy` how workers are chosen.
+        `holders` is where to ask for a prompt's pages, `policy` how workers are chosen,
+        `clears` are the clear epochs, their owner's to change, that requests tell their workers.
         """
-        super().__init__(workers, max_sequences, policy)
+        super().__init__(workers, max_sequences, policy, clears or Clears())
         self.text = text
         self.tenants = frozenset(tenants)
         self._holders = holders

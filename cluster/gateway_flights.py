@@ -29,6 +29,8 @@ from kvtier.cluster.gateway_workers import Worker, Workers
 from kvtier.cluster.held import Held
 from kvtier.cluster.routing import Policy
 from kvtier.proto import inference_pb2
+from kvtier.tier.clears import Clears
+from kvtier.tier.identity import tenant_digest
 from kvtier.workers.api import (
     WORKER_FAILED,
     EngineRequest,
@@ -58,13 +60,18 @@ class Flights:
     """
 
     def __init__(
-        self, workers: Iterable[tuple[WorkerInfo, WorkerPort]], max_sequences: int, policy: Policy
+        self,
+        workers: Iterable[tuple[WorkerInfo, WorkerPort]],
+        max_sequences: int,
+        policy: Policy,
+        clears: Clears,
     ) -> None:
         there = list(workers)
         if not there:
             raise ValueError("a gateway needs at least one worker")
         self.info = there[0][0]
         self.addresses = Addresses()
+        self._clears = clears  # to be read
         self.health_changed = asyncio.Event()  # whether any worker is well may be another answer now
         self._workers = Workers(max_sequences, self.info.page_bytes, policy)
         for info, port in there:
@@ -147,6 +154,7 @@ class Flights:
         request = replace(
             stream.begin(picked.choice.worker_id, name),
             is_prefill_only=picked.is_prefill_only,
+            cleared=self._clears.of(tenant_digest(stream.request.tenant)),
             remotes=picked.choice.remotes if stream.request.use_cache else (),
         )
         self._remember(stream)

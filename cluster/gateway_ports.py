@@ -8,7 +8,7 @@ from typing import Protocol
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys
-from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
@@ -18,6 +18,7 @@ HEALTH_S = 5.0  # an owner that doesn't answer in this time is not well
 HEALTHY, UNHEALTHY, DEAD = "healthy", "unhealthy", "dead"
 STALLED = "stalled"  # it lives for all that is known, and stands still
 Outcomes = list[tuple[bytes, Outcome]]
+Told = list[tuple[bytes, int]]  # clear epochs by tenant, as tier.clears.Clears has them
 Tenant = str | bytes | None  # by name; by digest where the configuration doesn't know it; None: all
 
 
@@ -29,6 +30,7 @@ class OwnerPort(Protocol):
     """What the Cache verbs call of each that holds pages. All raise OwnerDown. Only nodes are asked by digest.
 
     `held` is asked for page keys that lie one behind the other, `keys_with` for keys' first digits (by_key.keys_with).
+    `clear` does what a clear epoch (`number`) stands for, `know` all that are told and that the owner has missed.
     `health` is None when all is well, else what isn't. `record` raises RecordingError, and see recorder.file_of;
     `stop_recording` is None where nothing was recorded.
     """
@@ -43,7 +45,8 @@ class OwnerPort(Protocol):
     async def unpin(self, keys: list[bytes]) -> Outcomes: ...
     async def evict(self, keys: list[bytes], tier: TierName | None) -> Outcomes: ...
     async def evict_all(self, tier: TierName | None) -> ManyOutcomes: ...
-    async def clear(self, tenant: Tenant) -> ManyOutcomes: ...
+    async def clear(self, tenant: Tenant, number: int) -> Cleared: ...
+    async def know(self, told: Told) -> None: ...
     async def verify(self, keys: list[bytes]) -> Outcomes: ...
     async def verify_all(self) -> ManyOutcomes: ...
     async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus: ...
@@ -65,10 +68,11 @@ async def asked_health(port: OwnerPort) -> tuple[str, str]:
 
 
 class NodePort(OwnerPort, Protocol):
-    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now."""
+    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now, `clears` what it has been cleared by."""
 
     async def notes(self) -> list[str]: ...
     async def pid(self) -> int: ...
+    async def clears(self) -> Told: ...
 
 
 class WorkerPort(OwnerPort, Protocol):

@@ -33,6 +33,11 @@ def l4_root(path: str, cache: Path, deployment: str) -> Path:
     return Path(path or str(cache / "l4" / deployment)).expanduser().absolute()
 
 
+def clears_folder(cache: Path, deployment: str) -> Path:
+    """Where a deployment's gateway keeps the numbers of all clears, on its machine: they outlast it and its nodes."""
+    return (cache / "clears" / deployment).expanduser().absolute()
+
+
 def l4_folder(root: Path, node_id: str) -> Path:
     """Where a node keeps its pages under `root`: a subfolder by its id, so that nodes may share a disk.
 

@@ -88,7 +88,9 @@ class Launched:
             raise LaunchError(str(error)) from error
         if l1_notice:
             self.notes.append(l1_notice)
-        actors = Actors(self._config, self._model, stored, self._placement, len(places), self._ray_dir)
+        actors = Actors(
+            self._config, self._model, stored, self._placement, len(places), self._ray_dir, self._cache
+        )
         self._start_parts(actors, places, progress)
 
     def look(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -13,12 +14,14 @@ from typing import Any, Literal
 
 import ray
 
-from kvtier.cluster.l4_folders import l4_folder, l4_refusal
-from kvtier.tier.base import Outcome, PageInfo
+from kvtier.cluster.l4_folders import kept_in, l4_folder, l4_refusal
+from kvtier.tier.base import Outcome, PageInfo, Uncleared
 from kvtier.tier.by_key import HeldKeys, split_keys
+from kvtier.tier.clear_file import mark_unused
 from kvtier.tier.events import HintWrong, HoldsChanged
 from kvtier.tier.feed import KEY_BYTES, Feed, Source
-from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.identity import tenant_digest
+from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.records import Limits
@@ -41,7 +44,7 @@ class CacheNodeProcess:
     No page bytes go through these calls: workers and the service share them in memory. `l4_path` is the folder of all
     nodes, in which this one takes a subfolder; the folder of `socket_path` is made where there is none. Pages of another
     node that don't come within `fetch_deadline_s` are computed. A first start has `needs_l4`, so that a disk that refuses
-    is an error; one that is made anew goes on without.
+    is an error; one that is made anew goes on without. One that `awaits_clears` answers no lookup until `know`.
     """
 
     def __init__(
@@ -61,13 +64,15 @@ class CacheNodeProcess:
         write: Literal["through", "demote"],
         shares: Mapping[bytes, float],
         fetch_deadline_s: float = 5.0,
+        awaits_clears: bool = False,
     ) -> None:
         self._socket_folder = Path(socket_path).parent
         self._socket_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._outlet = Outlet()
         self._directory: Any = None
         self._said_wrong: Any = None  # the latest call of its kind
-        folder = l4_folder(Path(l4_path), node_id)
+        self._l4_path, self._has_l4 = Path(l4_path), l4_bytes > 0
+        self._folder = folder = l4_folder(self._l4_path, node_id)
         self._service = CacheService(
             node_id,
             socket_path,
@@ -86,6 +91,7 @@ class CacheNodeProcess:
             on_wrong=self._on_wrong,
             on_failed=_exit,
             limits=Limits(fetch_deadline_s=fetch_deadline_s),
+            awaits_clears=awaits_clears,
         )
         try:
             self._service.start()
@@ -175,9 +181,33 @@ class CacheNodeProcess:
         """The same with all pages."""
         return ManyOutcomes.of(self._service.evict(None, tier))
 
-    def clear(self, tenant: str | bytes | None = None) -> ManyOutcomes:
-        """Drop and wipe a tenant's pages, or everybody's."""
-        return ManyOutcomes.of(self._service.clear(tenant))
+    def clear(self, tenant: str | bytes | None = None, number: int = 0) -> Cleared:
+        """Drop and wipe a tenant's pages, or everybody's, here and, as far as it can be, beside this node's folder."""
+        outcomes = ManyOutcomes.of(self._service.clear(tenant, number))
+        digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
+        return Cleared(outcomes, tuple(self._service.uncleared()), self._mark_unused(digest, number))
+
+    def _mark_unused(self, tenant: bytes | None, number: int) -> tuple[tuple[str, Uncleared], ...]:
+        """Folders of other nodes under the same root that nobody has open: cleared by whoever uses them next."""
+        marked: list[tuple[str, Uncleared]] = []
+        for kept in kept_in(self._l4_path) if self._has_l4 else ():
+            try:
+                if Path(kept.path) == self._folder or not mark_unused(Path(kept.path), tenant, number):
+                    continue
+                error, detail = "", "no node that runs uses it: its pages are cleared before it is used again"
+            except OSError as failure:
+                error = errno.errorcode.get(failure.errno or 0, "")
+                detail = f"no node that runs uses it, and it can't be written: {failure.strerror}"
+            marked.append((f"{kept.path} on {socket.gethostname()}", Uncleared(TierName.SSD, error, detail)))
+        return tuple(marked)
+
+    def clears(self) -> list[tuple[bytes, int]]:
+        """The clear epochs that this node has applied."""
+        return self._service.clears()
+
+    def know(self, told: list[tuple[bytes, int]]) -> None:
+        """Apply the clears that this node missed; it answers lookups from then on."""
+        self._service.know(told)
 
     def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Check pages against their checksums."""

@@ -276,7 +276,7 @@ class ClearRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class OutcomesReply(_message.Message):
-    __slots__ = ("results", "counts")
+    __slots__ = ("results", "counts", "parts")
     class CountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -286,9 +286,27 @@ class OutcomesReply(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[KeyOutcome]
     counts: _containers.ScalarMap[str, int]
-    def __init__(self, results: _Optional[_Iterable[_Union[KeyOutcome, _Mapping]]] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
+    def __init__(self, results: _Optional[_Iterable[_Union[KeyOutcome, _Mapping]]] = ..., counts: _Optional[_Mapping[str, int]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ...) -> None: ...
+
+class PartOutcome(_message.Message):
+    __slots__ = ("part", "outcome", "pages", "tier", "error", "detail")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    outcome: Outcome
+    pages: int
+    tier: str
+    error: str
+    detail: str
+    def __init__(self, part: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., pages: _Optional[int] = ..., tier: _Optional[str] = ..., error: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class KeyOutcome(_message.Message):
     __slots__ = ("key", "outcome", "owners")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvtier/proto/page_transfer.proto\x12\tkvtier.v1\"0\n\x0bMeetRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"i\n\tMeetReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x13\n\x0bsocket_path\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"\xe0\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\x12\n\nfirst_page\x18\x05 \x01(\r\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0c\n\x04held\x18\x07 \x01(\x0c\x12\x0f\n\x07variant\x18\x08 \x01(\t\x12\x13\n\x0bspec_digest\x18\t \x01(\x0c\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0f\n\x07wait_ms\x18\x0b \x01(\r\x12\x0e\n\x06\x63hecks\x18\x0c \x01(\x08\">\n\nFetchFrame\x12\r\n\x05pages\x18\x01 \x01(\x0c\x12!\n\x06\x65nding\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Ending\"7\n\x06\x45nding\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t2\x7f\n\x0cPageTransfer\x12\x34\n\x04Meet\x12\x16.kvtier.v1.MeetRequest\x1a\x14.kvtier.v1.MeetReply\x12\x39\n\x05\x46\x65tch\x12\x17.kvtier.v1.FetchRequest\x1a\x15.kvtier.v1.FetchFrame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvtier/proto/page_transfer.proto\x12\tkvtier.v1\"0\n\x0bMeetRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"i\n\tMeetReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x13\n\x0bsocket_path\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"\xf1\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\x12\n\nfirst_page\x18\x05 \x01(\r\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0c\n\x04held\x18\x07 \x01(\x0c\x12\x0f\n\x07variant\x18\x08 \x01(\t\x12\x13\n\x0bspec_digest\x18\t \x01(\x0c\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0f\n\x07wait_ms\x18\x0b \x01(\r\x12\x0e\n\x06\x63hecks\x18\x0c \x01(\x08\x12\x0f\n\x07\x63leared\x18\r \x01(\x04\">\n\nFetchFrame\x12\r\n\x05pages\x18\x01 \x01(\x0c\x12!\n\x06\x65nding\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Ending\"7\n\x06\x45nding\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t2\x7f\n\x0cPageTransfer\x12\x34\n\x04Meet\x12\x16.kvtier.v1.MeetRequest\x1a\x14.kvtier.v1.MeetReply\x12\x39\n\x05\x46\x65tch\x12\x17.kvtier.v1.FetchRequest\x1a\x15.kvtier.v1.FetchFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEETREPLY']._serialized_start=97
   _globals['_MEETREPLY']._serialized_end=202
   _globals['_FETCHREQUEST']._serialized_start=205
-  _globals['_FETCHREQUEST']._serialized_end=429
-  _globals['_FETCHFRAME']._serialized_start=431
-  _globals['_FETCHFRAME']._serialized_end=493
-  _globals['_ENDING']._serialized_start=495
-  _globals['_ENDING']._serialized_end=550
-  _globals['_PAGETRANSFER']._serialized_start=552
-  _globals['_PAGETRANSFER']._serialized_end=679
+  _globals['_FETCHREQUEST']._serialized_end=446
+  _globals['_FETCHFRAME']._serialized_start=448
+  _globals['_FETCHFRAME']._serialized_end=510
+  _globals['_ENDING']._serialized_start=512
+  _globals['_ENDING']._serialized_end=567
+  _globals['_PAGETRANSFER']._serialized_start=569
+  _globals['_PAGETRANSFER']._serialized_end=696
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class MeetReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("node_id", "root", "tenant", "page_tokens", "first_page", "keys", "held", "variant", "spec_digest", "payload_bytes", "wait_ms", "checks")
+    __slots__ = ("node_id", "root", "tenant", "page_tokens", "first_page", "keys", "held", "variant", "spec_digest", "payload_bytes", "wait_ms", "checks", "cleared")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class FetchRequest(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     root: bytes
     tenant: bytes
@@ -53,7 +54,8 @@ class FetchRequest(_message.Message):
     payload_bytes: int
     wait_ms: int
     checks: bool
-    def __init__(self, node_id: _Optional[str] = ..., root: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., page_tokens: _Optional[int] = ..., first_page: _Optional[int] = ..., keys: _Optional[bytes] = ..., held: _Optional[bytes] = ..., variant: _Optional[str] = ..., spec_digest: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checks: _Optional[bool] = ...) -> None: ...
+    cleared: int
+    def __init__(self, node_id: _Optional[str] = ..., root: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., page_tokens: _Optional[int] = ..., first_page: _Optional[int] = ..., keys: _Optional[bytes] = ..., held: _Optional[bytes] = ..., variant: _Optional[str] = ..., spec_digest: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checks: _Optional[bool] = ..., cleared: _Optional[int] = ...) -> None: ...
 
 class FetchFrame(_message.Message):
     __slots__ = ("pages", "ending")

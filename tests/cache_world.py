@@ -20,6 +20,8 @@ from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
+    BeginClear,
+    CatchUp,
     Clear,
     Command,
     CommitCatalogue,
@@ -30,6 +32,7 @@ from kvtier.tier.events import (
     FromWorker,
     HintWrong,
     HoldsChanged,
+    MarkClear,
     Note,
     PageId,
     ReadDone,
@@ -249,9 +252,17 @@ class SimWorker:
     recalled: list[PeerGrant] = field(default_factory=list)
     arenas: set[str] = field(default_factory=set)
     peer_leases: dict[str, dict[PageRef, PeerPage]] = field(default_factory=dict)
+    knows: dict[bytes | None, int] = field(default_factory=dict)  # clears that it has heard of
+    asked_in_clear: set[str] = field(
+        default_factory=set
+    )  # requests whose latest Locate came while their tenant was cleared
     to_save: dict[PageId, None] = field(
         default_factory=dict
     )  # that another node asks for, and it owes a word on
+
+    def knows_of(self, tenant: bytes) -> int:
+        """The number of the latest clear of a tenant that it has heard of."""
+        return max(self.knows.get(tenant, 0), self.knows.get(None, 0))
 
     @property
     def is_exchange(self) -> bool:
@@ -290,7 +301,14 @@ class World:
         self.workers: dict[WorkerRef, SimWorker] = {}
         self.reads: deque[ReadPage] = deque()
         self.checks: deque[VerifyPage] = deque()
-        self.writer: deque[WritePage | CommitCatalogue | WipeSlots | ForgetTenant] = deque()
+        self.writer: deque[WritePage | CommitCatalogue | WipeSlots | MarkClear | ForgetTenant] = deque()
+        # What was made before its tenant's latest clear: slots of L3 that nobody may be leased, places in L4 to be wiped.
+        self.cleared_slots: set[int] = set()
+        self.to_wipe: set[Place] = set()
+        self.number = 0  # of the latest clear that has one
+        self.applied: dict[bytes | None, int] = {}  # tenant -> number of the clear that the node has heard of
+        self.clearing: set[bytes | None] = set()
+        self.to_catch_up: deque[tuple[bytes, int]] = deque()
         self.answers: dict[int, tuple[tuple[bytes, Outcome], ...]] = {}
         self.notes: list[str] = []
         self.wrong: list[tuple[str, bytes]] = []  # what the directory heard that a node has not
@@ -329,9 +347,46 @@ class World:
         self.node.check()
         self.told = {tier: set(keys) for tier, keys in self.node.holds().items()}  # as a directory knows it
 
+    def applied_of(self, tenant: bytes) -> int:
+        """The number of the latest clear of a tenant that the node has heard of."""
+        return max(self.applied.get(tenant, 0), self.applied.get(None, 0))
+
+    def _clear_begins(self, tenant: bytes | None, number: int) -> None:
+        self.clearing.add(tenant)
+        self.applied[tenant] = max(number, self.applied.get(tenant, 0))
+
+    def _is_cleared(self, tenant: bytes | None) -> None:
+        self.clearing.discard(tenant)
+        self._is_of_before(tenant)
+
+    def _is_of_before(self, tenant: bytes | None) -> None:
+        """All that is here of a tenant now must never be found again, and what L4 has of it must be wiped."""
+
+        def is_its(page: PageId) -> bool:
+            return tenant is None or (page[0] in _MADE and tenant == tenant_of(_MADE[page[0]][0]))
+
+        self.cleared_slots |= {slot for slot, page in self.host.items() if is_its(page)}
+        in_l4 = {(bytes.fromhex(i.key), i.variant) for i in self.node.pages(None, TierName.SSD, 10**9, 0.0)}
+        self.to_wipe |= {self.catalogue[page].place for page in in_l4 if is_its(page)}
+        self.to_wipe |= {read.place for read in self.reads if is_its((read.key, read.variant))}
+        self.to_wipe |= {
+            order.entry.place
+            for order in self.writer
+            if isinstance(order, WritePage) and tenant in (None, order.entry.envelope.tenant)
+        }
+
+    def _are_from_before(self, pages: Iterable[StoredPage]) -> None:
+        """Pages by a worker that hasn't heard of a clear of their tenant are from before it."""
+        self.cleared_slots |= {p.grant.slot for p in pages if p.cleared < self.applied_of(p.tenant)}
+
     # ---- events into the coordinator ---------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
+        if isinstance(event, BeginClear):
+            self._clear_begins(event.tenant, event.number)
+        if isinstance(event, Clear):
+            self._clear_begins(event.tenant, event.number)
+            self._is_cleared(event.tenant)
         commands = self.node.handle(event, self.now)
         for command in commands:
             self._obey(command)
@@ -343,6 +398,14 @@ class World:
     def say(self, worker: SimWorker, message: ToNode) -> list[ToWorker]:
         """A worker speaks, in what the node's socket lets through; what it hears back at once."""
         worker.messages.clear()
+        known = self.node._workers.get(worker.ref)
+        for tenant, number in _told(message) if known is not None and not known.fenced else ():
+            if number > self.applied_of(tenant):
+                self._clear_begins(tenant, number)
+        if isinstance(message, Locate):
+            worker.asked_in_clear.discard(message.request_id)
+            if self.clearing & {None, message.tenant}:
+                worker.asked_in_clear.add(message.request_id)
         (heard,) = ipc.FrameReader(ToNode).feed(ipc.frame(message))
         self.tell(FromWorker(worker.ref, heard))  # type: ignore[arg-type]  # the decoder's union
         return list(worker.messages)
@@ -443,6 +506,7 @@ class World:
 
     def _lease_peer(self, worker: SimWorker, request: str, page: PeerPage) -> None:
         asked = worker.asked[request]
+        assert request not in worker.asked_in_clear, "a page is looked up while its tenant is being cleared"
         assert page.grant.lender in worker.arenas, "a page in an arena that the worker doesn't know"
         assert page.grant.lender != worker.ref.incarnation, "a worker reads its own frames"
         assert page.key == asked.chains[page.page[0]].keys[page.page[1] - asked.first_page]
@@ -478,8 +542,10 @@ class World:
             page = stored_page(
                 grant, tenant, path[: depth + 1], kind=kind, made_from=made_from, root=root, content=content
             )
+            page = msgspec.structs.replace(page, cleared=worker.knows_of(page.tenant))
             self.fill(grant, (page.key, page.variant))
             pages.append(page)
+        self._are_from_before(pages)
         self.say(worker, Stored(pages, hold_for))
         return len(pages)
 
@@ -495,7 +561,9 @@ class World:
             worker.grants.remove(grant)
             del worker.to_save[page_id]
             self.fill(grant, page_id)
-            pages.append(stored_page(grant, tenant, path, kind=kind, root=root))
+            page = stored_page(grant, tenant, path, kind=kind, root=root)
+            pages.append(msgspec.structs.replace(page, cleared=worker.knows_of(page.tenant)))
+        self._are_from_before(pages)
         self.say(worker, Stored(pages))
         return len(pages)
 
@@ -530,6 +598,7 @@ class World:
             request, root, tenant_of(tenant), PAGE_TOKENS, first, last_position, chains, recompute_s, content,
             [Remote(node_id, f"{node_id}:1", pages) for node_id, pages in remotes],
         )  # fmt: skip
+        locate = msgspec.structs.replace(locate, cleared=worker.knows_of(locate.tenant))
         worker.asked[request] = locate
         worker.leases[request] = {}
         worker.peer_leases[request] = {}
@@ -659,6 +728,8 @@ class World:
             self.tell(ReadFailed(read.transfer, "missing", "the slot holds another page"))
         else:
             self._fill(read.slot, read.payload_bytes, found)
+            if read.place in self.to_wipe:
+                self.cleared_slots.add(read.slot)
             self.tell(ReadDone(read.transfer, self.catalogue_envelope(read)))
 
     def catalogue_envelope(self, read: ReadPage) -> Envelope:
@@ -684,7 +755,8 @@ class World:
                 for place in order.places:
                     assert all(e.place != place for e in self.catalogue.values()), "a listed slot is wiped"
                     self.disk.pop(place, None)
-            case ForgetTenant():
+                    self.to_wipe.discard(place)
+            case MarkClear() | ForgetTenant():
                 pass
             case WritePage():
                 place = order.entry.place
@@ -783,7 +855,7 @@ class World:
                 self.reads.append(command)
             case VerifyPage():
                 self.checks.append(command)
-            case WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant():
+            case WritePage() | CommitCatalogue() | WipeSlots() | MarkClear() | ForgetTenant():
                 self.writer.append(command)
             case Answer():
                 self.answers[command.ticket] = command.results
@@ -791,6 +863,8 @@ class World:
                 assert not set(command.came) & set(command.left)
                 self.told[command.tier] |= set(command.came)
                 self.told[command.tier] -= set(command.left)
+            case CatchUp():
+                self.to_catch_up.append((command.tenant, command.number))
             case HintWrong():
                 self.wrong.append((command.node_id, command.key))
 
@@ -858,6 +932,9 @@ class World:
         assert exchange.ref.worker_id == "exchange:n0" and fetch.node_id != "n0"
         assert fetch.address == f"{fetch.node_id}:1" and 0 < len(fetch.pages) <= self.node.limits.fetch_pages
         assert fetch.fetch_id not in exchange.fetches
+        assert fetch.cleared == self.applied_of(fetch.tenant), (
+            "another node is asked for less than what is known"
+        )
         under_way = [
             p.key for f, pages in exchange.fetches.values() for p in pages if f.node_id == fetch.node_id
         ]
@@ -886,7 +963,11 @@ class World:
         }
         there = [page.page for page in (*located.host, *located.peer)] + located.loading
         assert len(set(there)) == len(there) and set(there) == lacking, "not what the prefix needs"
-        if located.missing is not None and located.missing.reason in ("costlier", "no_room", "cache_off"):
+        if (
+            located.missing is not None
+            and located.missing.reason in ("costlier", "no_room", "cache_off")
+            or (self.clearing & {None, asked.tenant})
+        ):
             return
         for pages in range(located.pages + 1, end + 1):
             position = min(pages * PAGE_TOKENS, asked.last_position)
@@ -902,6 +983,8 @@ class World:
         assert page.key in keys and page.variant in (chain.variant, chain.decayed), "a page nobody asked for"
         assert self.host[page.grant.slot] == (page.key, page.variant), "the slot holds another page"
         assert page.grant.slot not in self.bad, "a corrupt copy is served again"
+        assert request not in worker.asked_in_clear, "a page is looked up while its tenant is being cleared"
+        assert page.grant.slot not in self.cleared_slots, "a page from before its tenant's clear is served"
         assert page.checksum == checksum_of(page.key, page.variant)
         of = self.payloads if worker.is_exchange else worker.payloads
         sizes = {spec_of(kind): nbytes for kind, nbytes in of.items()}
@@ -913,6 +996,7 @@ class World:
         self._fill(grant.slot, grant.payload_bytes, page)
 
     def _fill(self, slot: int, payload_bytes: int, page: PageId) -> None:
+        self.cleared_slots.discard(slot)
         self.host[slot] = page
         self.spans[slot] = slot_bytes(payload_bytes) // ALIGN_BYTES
 
@@ -959,6 +1043,13 @@ class World:
         if tier is TierName.PEER:
             assert pages <= set(self.peers.values())
         return pages
+
+
+def _told(message: ToNode) -> list[tuple[bytes, int]]:
+    """Tenants that a message is about, with the clears that its sender has heard of."""
+    if isinstance(message, Locate):
+        return [(message.tenant, message.cleared)]
+    return [(page.tenant, page.cleared) for page in message.pages] if isinstance(message, Stored) else []
 
 
 def assert_nothing_leaks(world: World) -> None:

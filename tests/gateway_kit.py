@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 from kvtier.cluster.config import GrpcConfig
 from kvtier.cluster.gateway_cache import CacheVerbs, Node
+from kvtier.cluster.gateway_clears import Clearer, ClearRecord
 from kvtier.cluster.gateway_core import GatewayCore
 from kvtier.cluster.gateway_holders import Holders, HoldersPort
 from kvtier.cluster.gateway_server import GatewayServer
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import Outcome, PageInfo
+from kvtier.tier.base import Outcome, PageInfo, Uncleared
 from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
-from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.clears import Clears
+from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.recording import RecordingError
@@ -194,6 +196,9 @@ class EchoWorker:
     pages_held: dict[str, PageInfo] = field(default_factory=dict)
     counters: Snapshot = field(default_factory=lambda: counted(2))
     cancelled: list[str] = field(default_factory=list)
+    applied: Clears = field(default_factory=Clears)
+    left: tuple[Uncleared, ...] = ()  # of a clear
+    unused: tuple[tuple[str, Uncleared], ...] = ()
     stopped: list[str] = field(default_factory=list)  # cancelled, since their answers are whole
     submitted: list[EngineRequest] = field(default_factory=list)
     running: dict[str, list[_Sequence]] = field(default_factory=dict)
@@ -311,9 +316,20 @@ class EchoWorker:
             if tier is None or key.hex() not in self.pages_held or self.pages_held[key.hex()].tier is tier
         ]
 
-    async def clear(self, tenant: str | bytes | None) -> ManyOutcomes:
+    async def clear(self, tenant: str | bytes | None, number: int) -> Cleared:
+        from kvtier.tier.identity import tenant_digest
+
+        self.applied.note(tenant_digest(tenant) if isinstance(tenant, str) else tenant, number)
         pages = await self.pages(tenant, None, 10**9)
-        return ManyOutcomes.of(self._each([bytes.fromhex(page.key) for page in pages]))
+        outcomes = ManyOutcomes.of(self._each([bytes.fromhex(page.key) for page in pages]))
+        return Cleared(outcomes, self.left, self.unused)
+
+    async def clears(self) -> list[tuple[bytes, int]]:
+        return self.applied.numbers()
+
+    async def know(self, told: list[tuple[bytes, int]]) -> None:
+        for tenant, number in self.applied.behind(told):
+            self.applied.note(tenant, number)
 
     async def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         return self._each(keys)
@@ -390,6 +406,7 @@ class Served:
         self.core: GatewayCore
         self.server: GatewayServer
         self.cache: CacheVerbs
+        self.clearer: Clearer
         self.workers: list[EchoWorker] = []
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -427,10 +444,13 @@ def serving(
     window: int = 0,
     infos: Sequence[WorkerInfo] = (),
     directory: HoldersPort | None = None,
+    clears: Path | None = None,
+    expected: Sequence[str] = (),
 ) -> Iterator[Served]:
     """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's.
 
-    `infos` are what the workers say of themselves, instead of so many that are alike.
+    `infos` are what the workers say of themselves, instead of so many that are alike. The numbers of clears are kept in the
+    folder `clears`; `expected` are ids of nodes that there are.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -446,13 +466,23 @@ def serving(
     async def start() -> None:
         names = tenants if tenants is not None else {"default": "", "acme": "salt"}
         holders = None if directory is None else Holders(directory, loop.time)
+        record = ClearRecord(clears)
+        record.load()
+        served.clearer = Clearer(record)
         served.core = GatewayCore(
-            [(w.info, w) for w in served.workers], text, names, max_sequences, window, holders=holders
+            [(w.info, w) for w in served.workers],
+            text,
+            names,
+            max_sequences,
+            window,
+            holders=holders,
+            clears=record.clears,
         )
         for worker in served.workers:
             worker.sink = served.core.on_outputs
         held = [Node(node.info.node_id, node.info.pid, node) for node in nodes or []]
-        served.cache = CacheVerbs(served.core, held, names)
+        served.cache = CacheVerbs(served.core, held, names, served.clearer, expected)
+        await served.cache.attach_nodes()
         served.server = GatewayServer(
             served.core, served.cache, served.status, config or GrpcConfig(port=0), workers * max_sequences
         )

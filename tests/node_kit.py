@@ -104,6 +104,7 @@ class Peer:
         self.page_tokens = page_tokens
         self.root = root_key(fields)
         self.tenant, self.salt = tenant_digest(tenant), tenant_salt(tenant)
+        self.cleared = 0  # clear epoch that it knows of
         self.is_closed = threading.Event()
         self._heard: list[ToWorker] = []
         self._changed = threading.Condition()
@@ -182,6 +183,7 @@ class Peer:
             tokens=self.page_tokens,
             checksum=checksum,
             content=content if depth == 0 else b"",
+            cleared=self.cleared,
         )
         self.client.send(Stored([page], hold_for))
 
@@ -193,9 +195,10 @@ class Peer:
         content = content_digest(self.salt, self._tokens(start, 1))
         last_position = num_pages * self.page_tokens
         chains = [lossy_chain(keys) if lossy else plain_chain(keys)]
-        self.client.send(
-            Locate(request, self.root, self.tenant, self.page_tokens, 0, last_position, chains, 0.0, content)
+        locate = Locate(
+            request, self.root, self.tenant, self.page_tokens, 0, last_position, chains, 0.0, content
         )
+        self.client.send(msgspec.structs.replace(locate, cleared=self.cleared))
         located = self.hear(Located)
         missing = located.missing
         pages, coming = list(located.host), set(located.loading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from waiting import until
 @contextmanager
 def small_ray(num_cpus: int = 2) -> Iterator[None]:
     """Until the block ends. Its processes find what tests import, so that a test may define the actors that it starts."""
+    tests = str(Path(__file__).resolve().parent)
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(
         num_cpus=num_cpus,
         include_dashboard=False,
@@ -22,7 +25,7 @@ def small_ray(num_cpus: int = 2) -> Iterator[None]:
         configure_logging=False,
         object_store_memory=80 * 2**20,
         _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent)}},
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     try:
         yield

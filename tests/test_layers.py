@@ -109,6 +109,7 @@ PURE = (
                 "feed",
                 "fetches",
                 "remote",
+                "clears",
             ),
         )
     ]

@@ -69,6 +69,7 @@ class Client:
 
     def __init__(self) -> None:
         self.steps: list[list[Output]] = []
+        self.cleared = 0  # clear epoch that requests tell
         self.worker: DecodeWorker
         self._outputs: dict[tuple[str, int], list[Output]] = {}
         self._came = threading.Condition()
@@ -98,7 +99,16 @@ class Client:
         params = SamplingParams(**{"max_tokens": 8, **sampling})
         self.worker.submit(
             EngineRequest(
-                name, tenant, tuple(prompt), params, use_cache, window, sinks, lossy, arrived_s=time.time()
+                name,
+                tenant,
+                tuple(prompt),
+                params,
+                use_cache,
+                window,
+                sinks,
+                lossy,
+                arrived_s=time.time(),
+                cleared=self.cleared,
             )
         )
         return name

@@ -200,8 +200,13 @@ class Outcome(StrEnum):
     MISSING = "MISSING"  # no tier holds it
 
 
-class L4NotCleared(RuntimeError):
-    """All was cleared but what lies on a disk that could not be used when the node started."""
+@dataclass(frozen=True, slots=True)
+class Uncleared:
+    """What a clear could not do yet: in which tier, the error's name (such as EROFS; "" for none), and a sentence."""
+
+    tier: TierName
+    error: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from kvtier.tier.base import CatalogueEntry, PageInfo, Place, SegmentAllocator
+from kvtier.tier.clears import EVERYONE, Clears, Tenant
 from kvtier.tier.events import (
     CommitCatalogue,
     PageId,
@@ -86,6 +87,8 @@ class CacheState(LentFrames):
         shares: Mapping[bytes, float] | None = None,
         page_bytes: int | None = None,
         directory: bool = False,
+        clears: Clears | None = None,
+        awaits_clears: bool = False,
     ) -> None:
         super().__init__(directory)
         self.node_id, self.incarnation = node_id, incarnation
@@ -107,6 +110,11 @@ class CacheState(LentFrames):
         # held copy that is dropped stays until it is released, and the page may come back meanwhile).
         self._pins_to_come: dict[Page, None] = {}
         self._misses = Misses(self.limits.gone, self.limits.roots, self.limits.contents)
+        self._clears = clears or Clears()  # that what is here has been cleared by
+        self._clearing: dict[
+            Tenant, None
+        ] = {}  # clears that have begun: nothing of theirs is looked up until they are over
+        self._awaits_clears = awaits_clears  # it may have missed some: nothing is served until ClearsKnown
 
         self._slots = host
         self._generation = 0  # of the latest grant
@@ -219,6 +227,11 @@ class CacheState(LentFrames):
             fetches=fetches,
             bad_messages=self._bad_messages,
         )
+
+    def clears(self) -> list[tuple[bytes, int]]:
+        """The clear epochs that what is here has been cleared by: not those of clears that are under way."""
+        under_way = {tenant or EVERYONE for tenant in self._clearing}
+        return [one for one in self._clears.numbers() if one[0] not in under_way]
 
     def holds(self) -> dict[TierName, list[bytes]]:
         """Keys of the pages that each tier holds as the model computed them: what a directory is told at first.

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.tier.events import (
+    BeginClear,
     Clear,
     ClearPages,
+    ClearsKnown,
     Command,
     Disconnect,
     Drain,
@@ -153,9 +155,15 @@ class Coordinator(Savings, Lending):
                 self._answer(event.ticket, ((key, self._unpin(key)) for key in event.keys))
             case Evict():
                 self._answer(event.ticket, ((key, self._evict_key(key, event.tier)) for key in event.keys))
+            case BeginClear():
+                self._begin_clear(event.tenant, event.number)
+                self._answer(event.ticket, ())
+            case ClearsKnown():
+                self._awaits_clears = False
             case ClearPages():
                 self._answer(event.ticket, self._clear_pages(event.pages))
             case Clear():
+                self._begin_clear(event.tenant, event.number)
                 self._answer(event.ticket, self._clear(event.tenant))
             case Verify():
                 self._verify(event.ticket, event.keys)
@@ -328,7 +336,11 @@ class Coordinator(Savings, Lending):
                 wrong = f"a page in a slot for {nbytes} bytes, which its Hello doesn't say of that spec"
                 self._blame(worker, f"it stored {wrong}")
                 break
-            if self._end_grant(worker, stored.grant):
+            is_granted = self._end_grant(worker, stored.grant)
+            if is_granted and self._is_cleared(stored):
+                self._slots.free(stored.grant.slot)
+                self._unsaved(worker, Unsaved([(stored.key, stored.variant)]))
+            elif is_granted:
                 copy = self._seal(worker, stored)
                 original = self._original(copy.page)
                 if original is not None:
@@ -344,6 +356,11 @@ class Coordinator(Savings, Lending):
                 )
         if request is not None:
             self._forget_if_over(request)
+
+    def _is_cleared(self, stored: StoredPage) -> bool:
+        """Whether the page's tenant was cleared since the worker made it, who hasn't heard of that yet."""
+        self._catch_up(stored.tenant, stored.cleared)
+        return stored.cleared < self._clears.of(stored.tenant)
 
     def _seal(self, worker: Worker, stored: StoredPage) -> HostCopy:
         """The page's copy in L3 from now on: the one that was there before, else the one just stored."""
@@ -371,6 +388,7 @@ class Coordinator(Savings, Lending):
     # ---- lookups and leases ------------------------------------------------------------------------------------
 
     def _locate(self, worker: Worker, message: Locate) -> None:
+        self._catch_up(message.tenant, message.cleared)
         request = self._request(worker, message.request_id)
         if request is None:
             why = f"{self.limits.requests_per_worker} requests of this worker are served, no more are"
@@ -433,6 +451,11 @@ class Coordinator(Savings, Lending):
         """The longest prefix that is here and worth having, and why it is no longer."""
         if not self._slots.capacity_bytes:
             return self._without_node(message, "cache_off", "the node has no L3")
+        if self._is_being_cleared(message.tenant):
+            return self._without_node(message, "cleared", "its tenant's pages are being cleared")
+        if self._awaits_clears:
+            unheard = "the node has not heard yet what was cleared while it was away"
+            return self._without_node(message, "cache_off", unheard)
         pages, payloads, tenant = self._pages, worker.hello.payloads, message.tenant
 
         def find(key: bytes, variant: str) -> Page | None:

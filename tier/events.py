@@ -111,6 +111,21 @@ class Evict:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginClear:
+    """A tenant's pages (its digest; None: all tenants') are to be cleared under this number (0: none): ClearPages and `Clear`
+    follow. From now on no page is taken in from a worker that doesn't know of it, and none is looked up until `Clear`."""
+
+    ticket: int
+    tenant: bytes | None
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClearsKnown:
+    """The node has applied all clears that it missed while it was away: what it holds may be served."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClearPages:
     """Drop and wipe these pages, pinned ones too, ahead of the `Clear` that they are cleared for and that ends it."""
 
@@ -120,10 +135,11 @@ class ClearPages:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Drop and wipe all pages of a tenant (its digest; None: all tenants), pinned ones too."""
+    """Drop and wipe all pages of a tenant (its digest; None: all tenants), pinned ones too. `number` as in BeginClear."""
 
     ticket: int
     tenant: bytes | None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,8 @@ Event = (
     | Pin
     | Unpin
     | Evict
+    | BeginClear
+    | ClearsKnown
     | ClearPages
     | Clear
     | Verify
@@ -232,8 +250,27 @@ class WipeSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkClear:
+    """Put it down, to stay, that a clear has begun (as BeginClear): whatever uses the folder next finishes it first."""
+
+    tenant: bytes | None
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """A worker knows of a clear that this node missed, which has begun by that: have it go on, ClearPages and then Clear."""
+
+    tenant: bytes
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetTenant:
-    """Nothing that the tenant (None: anyone) wrote to L4 before this may come back, from no old slot header either."""
+    """Nothing that the tenant (None: anyone) wrote to L4 before this may come back, from no old slot header either.
+
+    It ends a clear: once all that was ordered for that is on the disk, the mark is taken away.
+    """
 
     tenant: bytes | None
 
@@ -300,6 +337,8 @@ Command = (
     | VerifyPage
     | CommitCatalogue
     | WipeSlots
+    | MarkClear
+    | CatchUp
     | ForgetTenant
     | SaveRoots
     | SaveStored

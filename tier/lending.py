@@ -181,7 +181,8 @@ class Lending(Verbs):
             envelope.tokens,
             envelope.payload_bytes,
         )
-        return is_same and page.peer is None
+        is_current = stored.cleared >= self._clears.of(envelope.tenant)
+        return is_same and is_current and page.peer is None
 
     def _forget_frame_wants(self, worker: Worker) -> None:
         for want in [want for want in self._frame_wants if want[0] is worker]:

@@ -38,6 +38,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Fields = Annotated[dict[Name, Text], Meta(max_length=256)]
 
 Count = Annotated[int, Meta(ge=0, le=2**30 - 1)]  # of pages, tokens or turns
+Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of clears (clears.py); 0: none
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # a generation, a session or a transfer
 Tokens = Annotated[int, Meta(ge=1, le=2**16 - 1)]  # of one page
 Position = Annotated[int, Meta(ge=0, le=2**40)]  # of a token; a distance between two
@@ -134,6 +135,7 @@ class StoredPage(msgspec.Struct, frozen=True, array_like=True):
     tokens: Tokens
     checksum: Digest
     content: DigestOrNone  # content_digest of the chain when depth == 0, else b""
+    cleared: Epoch = 0  # of the tenant, that the worker knew of when it began to write
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -208,6 +210,7 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
     double_pages: DoublePages = 0.0
     patience_s: Seconds = 0.0
     busy_s: Seconds = 0.0
+    cleared: Epoch = 0  # of the tenant, as far as who asks knows: a node that is behind clears first
 
 
 CameFrom = Literal["L3", "L4", "remote"]
@@ -340,6 +343,7 @@ class LentPage(msgspec.Struct, frozen=True, array_like=True):
     spec_digest: Digest
     checksum: Digest
     tokens: Tokens
+    cleared: Epoch = 0  # as in StoredPage
 
 
 class StoredInPeer(msgspec.Struct, frozen=True, tag=True):
@@ -546,6 +550,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     first_page: PageNumber
     pages: list[FetchPage]
     deadline_s: Seconds
+    cleared: Epoch = 0  # of the tenant, here: as of Locate
 
 
 class CancelFetch(msgspec.Struct, frozen=True, tag=True):

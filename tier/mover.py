@@ -18,12 +18,16 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from kvtier.tier.base import CatalogueEntry, Place
+from kvtier.tier.base import CatalogueEntry, Place, Uncleared
+from kvtier.tier.clear_file import ClearFile
+from kvtier.tier.clearing import Clearing
+from kvtier.tier.clears import Tenant
 from kvtier.tier.events import (
     CommitCatalogue,
     Event,
     Failure,
     ForgetTenant,
+    MarkClear,
     Note,
     PageId,
     ReadDone,
@@ -49,12 +53,12 @@ MAX_WRITES_PER_COMMIT = 16  # pages; a commit waits for the disk, so it is share
 
 @dataclass(frozen=True, slots=True)
 class _Barrier:
-    done: Callable[[], None]
+    done: Callable[[tuple[Uncleared, ...]], None]
 
 
 Read = ReadPage | VerifyPage
-Write = WritePage | CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | SaveStored
-_Order = CommitCatalogue | WipeSlots | ForgetTenant | SaveRoots | SaveStored | _Barrier
+Write = WritePage | CommitCatalogue | WipeSlots | MarkClear | ForgetTenant | SaveRoots | SaveStored
+_Order = CommitCatalogue | WipeSlots | MarkClear | ForgetTenant | SaveRoots | SaveStored | _Barrier
 
 
 class Mover:
@@ -73,10 +77,12 @@ class Mover:
         folder: Path,
         post: Callable[[Sequence[Event | Note]], None],
         died: Callable[[str, BaseException], None],
+        clears: ClearFile,
         num_readers: int = 2,
     ) -> None:
         self._host, self._ssd, self._folder = host, ssd, folder
         self._post, self._died = post, died
+        self._clearing = Clearing(ssd, clears, lambda text: post([Note(text)]))  # the writer's
         self._to_read: SimpleQueue[Read | None] = SimpleQueue()
         self._to_write: SimpleQueue[Write | _Barrier | None] = SimpleQueue()
         self._threads = [
@@ -94,11 +100,14 @@ class Mover:
         match command:
             case ReadPage() | VerifyPage():
                 self._to_read.put(command)
-            case WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | SaveRoots() | SaveStored():
+            case WritePage() | CommitCatalogue() | WipeSlots() | MarkClear() | ForgetTenant():
+                self._to_write.put(command)
+            case SaveRoots() | SaveStored():
                 self._to_write.put(command)
 
-    def barrier(self, done: Callable[[], None]) -> None:
-        """Call `done`, on the writer's thread, when all writes submitted before are on the disk."""
+    def barrier(self, done: Callable[[tuple[Uncleared, ...]], None]) -> None:
+        """Call `done`, on the writer's thread, when all that was submitted before is on the disk, with what isn't: what has
+        failed since the start, and failed again just now."""
         self._to_write.put(_Barrier(done))
 
     def close(self) -> None:
@@ -172,9 +181,11 @@ class Mover:
                     case list():
                         written += self._write(command)
                     case WipeSlots():
-                        self._attempt("wiping L4 slots", partial(self._wipe, command.places))
+                        self._clearing.wipe(command.places)
+                    case MarkClear():
+                        self._clearing.begin(command.tenant, command.number)
                     case ForgetTenant():
-                        self._attempt("clearing a tenant", partial(self._ssd.forget, command.tenant))
+                        written = self._forget(written, command.tenant)
                     case SaveRoots():
                         self._attempt("saving identities", partial(save_roots, self._folder, command.roots))
                     case SaveStored():
@@ -185,13 +196,12 @@ class Mover:
                     case _Barrier():
                         self._commit(written, ())
                         written = []
-                        self._attempt("syncing L4", self._ssd.sync)
-                        command.done()
+                        command.done(self._clearing.settle())
                     case CommitCatalogue():
                         pass  # committed above
             if is_last:
                 self._commit(written, ())
-                self._attempt("syncing L4", self._ssd.sync)
+                self._clearing.settle()
                 return
 
     def _next_batch(self, *, wait: bool) -> tuple[list[Write | _Barrier], bool]:
@@ -223,17 +233,32 @@ class Mover:
                 drops[page] = None
         if not puts and not drops:
             return
+        drops = self._clearing.with_undropped(drops)
         dropped = [(PageKey(key), variant) for key, variant in drops]
         events: list[Event | Note]
         try:
             self._ssd.commit(puts.values(), dropped)
+            self._clearing.dropped()
             events = [WriteDone(c.transfer) for c in written]
         except OSError as error:
             events = [WriteFailed(c.transfer, "io", str(error)) for c in written]
             events.append(Note(f"L4's catalogue takes no records: {error}"))
+            self._clearing.not_dropped(drops)
             if puts and dropped:  # a full catalogue takes drops still
-                self._attempt("dropping L4 records", partial(self._ssd.commit, (), dropped))
+                self._attempt("dropping L4 records", partial(self._drop, dropped))
         self._post(events)
+
+    def _drop(self, pages: Iterable[tuple[PageKey, str]]) -> None:
+        self._ssd.commit((), pages)
+        self._clearing.dropped()
+
+    def _forget(self, written: list[WritePage], tenant: Tenant) -> list[WritePage]:
+        """A tenant's clear ends. Its pages that were written and have no record yet get none; the others."""
+        cleared = [c for c in written if tenant in (None, c.entry.envelope.tenant)]
+        if cleared:
+            self._post([WriteDone(c.transfer) for c in cleared])
+        self._clearing.forget(tenant)
+        return [c for c in written if c not in cleared]
 
     def _write(self, commands: Sequence[WritePage]) -> list[WritePage]:
         """Write these pages' bytes; those that are in their slots now."""
@@ -247,11 +272,10 @@ class Mover:
         ]
         if failed:
             self._post(failed)
+        for command, error in zip(commands, errors, strict=True):
+            if error is None:
+                self._clearing.written(command.entry.place)
         return [command for command, error in zip(commands, errors, strict=True) if error is None]
-
-    def _wipe(self, places: Iterable[Place]) -> None:
-        for place in places:
-            self._ssd.wipe(place)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         """Do what nothing waits for; a disk that refuses leaves a note."""

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.base import Outcome
+from kvtier.tier.base import Outcome, Uncleared
 
 NUMBER_BYTES = (
     8  # of a key, by which pages are counted: of 2**28 pages two are alike with a chance of 1 in 500
@@ -38,10 +38,28 @@ class ManyOutcomes:
             ),
         )
 
+    def outcomes(self) -> list[Outcome]:
+        """Of each page, in their order."""
+        every = list(Outcome)
+        return [every[code] for code in self.codes]
+
     def arrays(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
         """The numbers, in no order that means anything, and of each outcome a bit (see outcomes_of)."""
         numbers = np.frombuffer(self.numbers, np.uint64)
         return numbers, np.left_shift(np.uint8(1), np.frombuffer(self.codes, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What an owner did of a clear: what became of its pages, and what it couldn't do yet.
+
+    `unused` are folders of nodes that don't run, which it found beside its own: whatever uses one next clears it first; or
+    the error says why that can't be put down there.
+    """
+
+    pages: ManyOutcomes
+    left: tuple[Uncleared, ...] = ()
+    unused: tuple[tuple[str, Uncleared], ...] = ()
 
 
 def outcomes_of(bits: int) -> list[Outcome]:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 import xxhash
 
+from kvtier.tier.clears import MAX_NUMBER
 from kvtier.tier.messages import Chain, Fetch, FetchPage, Locate
 from kvtier.tier.page import (
     PACKED_ENVELOPE_BYTES,
@@ -84,6 +85,7 @@ class PagesRequest:
     spec_digest: bytes
     payload_bytes: int
     checks: bool = False  # the peer is to compare checksums before it sends
+    cleared: int = 0  # the tenant's clear epoch, as of Locate
 
     def without(self, keys: set[bytes]) -> PagesRequest:
         """The same, less pages that have come."""
@@ -117,6 +119,10 @@ class PagesRequest:
                 1 <= self.payload_bytes <= MAX_PAYLOAD_BYTES,
                 f"payload_bytes must be from 1 to {MAX_PAYLOAD_BYTES}, got {self.payload_bytes}",
             ),
+            (
+                0 <= self.cleared <= MAX_NUMBER,
+                f"cleared must be from 0 to {MAX_NUMBER}, got {self.cleared}",
+            ),
         ]
         return next((message for ok, message in checks if not ok), None)
 
@@ -146,6 +152,7 @@ class PagesRequest:
             last_position=(self.first_page + len(self.keys)) * self.page_tokens,
             chains=[chain],
             recompute_s=0.0,
+            cleared=self.cleared,
         )
 
 
@@ -165,6 +172,7 @@ def request_of(fetch: Fetch) -> PagesRequest:
         variant=variant,
         spec_digest=spec_digest,
         payload_bytes=payload_bytes,
+        cleared=fetch.cleared,
     )
     wrong = request.malformed()
     if wrong is None and len(set(request.keys)) < len(request.keys):

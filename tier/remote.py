@@ -244,6 +244,7 @@ class Remotes(Pricing):
                 first.depth,
                 pages,
                 deadline_s,
+                self._clears.of(first.tenant),
             ),
         )
         return True

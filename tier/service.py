@@ -21,14 +21,19 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from kvtier.tier.base import L4NotCleared, Outcome, PageInfo
+from kvtier.tier.base import CatalogueEntry, Outcome, PageInfo, Uncleared
 from kvtier.tier.by_key import HeldKeys, keys_with
 from kvtier.tier.cache_state import WriteMode
+from kvtier.tier.clear_file import ClearFile
+from kvtier.tier.clears import Clears, Tenant
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
+    BeginClear,
+    CatchUp,
     Clear,
     ClearPages,
+    ClearsKnown,
     Command,
     CommitCatalogue,
     Disconnect,
@@ -38,6 +43,7 @@ from kvtier.tier.events import (
     ForgetTenant,
     HintWrong,
     HoldsChanged,
+    MarkClear,
     Note,
     PageId,
     Pin,
@@ -74,6 +80,7 @@ MAX_NOTES = 256
 CALL_TIMEOUT_S = 60.0
 LIST_STEP = 1024  # pages that are looked at, or that a verb is for, in one go: 40 ms of the loop at most
 CLEAR_PASSES = 2  # of parts, before all that is left is cleared at once
+CLEAR_AGAIN_S = 5.0  # until what a disk refused of a clear is tried again
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -109,7 +116,8 @@ class CacheService:
     tenant digest, over 0 to 1: the most of each tier that a tenant's pages take. `on_holds` is told, on the loop's
     thread, which pages come to and leave each tier after the start (`holds` has those of before), and `on_wrong` which
     page another node turned out not to have; neither may block. `on_failed` is called, on that thread, when a fault has
-    ended the service and all is closed.
+    ended the service and all is closed. With `awaits_clears` nothing is looked up here until `know`:
+    the node may have been away while a tenant was cleared.
     Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
     opened; a damaged L4 is healed and noted.
     """
@@ -134,6 +142,7 @@ class CacheService:
         on_wrong: Callable[[HintWrong], None] | None = None,
         on_failed: Callable[[], None] | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
+        awaits_clears: bool = False,
     ) -> None:
         self.node_id = node_id
         self.incarnation = uuid.uuid4().hex
@@ -141,7 +150,9 @@ class CacheService:
         self._payload_bytes = payload_bytes
         self._min_payload_bytes = payload_bytes if min_payload_bytes is None else min_payload_bytes
         self._l4_variants, self._needs_l4 = l4_variants, needs_l4
-        self._l4_refused: str | None = None  # why it is off, where it should be on
+        self._l4_refused: tuple[str, str] | None = (
+            None  # the error's name, and why it is off where it should be on
+        )
         self._policy, self._write_mode, self._shares = policy, write, dict(shares or {})
         self._on_holds, self._on_wrong, self._limits = on_holds, on_wrong, limits
         self._on_failed = on_failed
@@ -156,6 +167,9 @@ class CacheService:
         self._last_ticket = 0
         self._drain_until: float | None = None
         self._is_quiescing = False
+        self._awaits_clears = awaits_clears
+        self._left: tuple[Uncleared, ...] = ()  # of clears, as of the latest barrier
+        self._clear_again_at: float | None = None
         self._host: HostTier | None = None
         self._ssd: SsdTier | None = None
         self._mover: Mover | None = None
@@ -269,29 +283,51 @@ class CacheService:
             return [one for one in self.evict(self._keys(), tier) if one[1] is not Outcome.MISSING]
         return self._in_parts(keys, lambda part: self._verb(lambda ticket: Evict(ticket, part, tier)))
 
-    def clear(self, tenant: str | bytes | None = None) -> list[tuple[bytes, Outcome]]:
-        """Drop and wipe all pages of a tenant, as in `pages`. On the disk when it returns, DEFERRED ones aside.
+    def clear(self, tenant: str | bytes | None = None, number: int = 0) -> list[tuple[bytes, Outcome]]:
+        """Drop and wipe all pages of a tenant, as in `pages`. On the disk when it returns, DEFERRED ones aside: those are
+        read yet, or the disk refused, and `uncleared` says what; then it is tried again until it works.
 
         Most go in parts; what those drop a rebuild of the catalogue may still find, so until this returns nothing is sure
         to be gone. The last step ends that, and takes all that is left at that moment: what is stored meanwhile is cleared
-        too, and a page that comes back in between is listed twice. What is stored later stays. Raises L4NotCleared when
-        all of that is done, but the disk couldn't be used.
+        too, and a page that comes back in between is listed twice. What is stored later stays. That a clear has begun is on
+        the disk first: one that is cut short is finished by the next start, before it serves. `number` is the clear's
+        epoch (clears.py); 0: it has none, and workers' saves under way aren't told from later ones.
         """
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         outcomes: list[tuple[bytes, Outcome]] = []
+        self._clear_step(lambda ticket: BeginClear(ticket, digest, number))
         for _ in range(CLEAR_PASSES):
             # Each part is on the disk before the next, so that wipes of a large tier don't queue up.
             outcomes += self._in_parts(
                 self._ids_of(digest),
-                lambda part: self._verb(lambda ticket: ClearPages(ticket, part), durable=True),
+                lambda part: self._clear_step(lambda ticket: ClearPages(ticket, part)),
             )
-        outcomes += self._verb(lambda ticket: Clear(ticket, digest), durable=True)
-        if self._l4_refused is not None:
-            raise L4NotCleared(
-                f"{self.node_id} has cleared all but L4, where {self._l4_refused}: clear once more when the disk can be"
-                " written and the node has restarted, or pages come back from it"
-            )
-        return outcomes
+        outcomes += self._clear_step(lambda ticket: Clear(ticket, digest, number))
+        if not self._left:
+            return outcomes
+        deferred = {Outcome.ACCEPTED: Outcome.DEFERRED}
+        return [(key, deferred.get(outcome, outcome)) for key, outcome in outcomes]
+
+    def _clear_step(self, make: Callable[[int], Event]) -> list[tuple[bytes, Outcome]]:
+        return self._verb(make, durable=True)
+
+    def uncleared(self) -> list[Uncleared]:
+        """What clears could not do yet, as of the latest try."""
+        if self._l4_refused is None:
+            return list(self._left)
+        error, why = self._l4_refused
+        detail = f"L4 is off, since {why}: its pages are cleared when the disk can be written and the node has restarted"
+        return [Uncleared(TierName.SSD, error, detail)]
+
+    def clears(self) -> list[tuple[bytes, int]]:
+        """The clear epochs that what is here has been cleared by, as clears.Clears has them."""
+        return self._ask(lambda: self._coordinator.clears())
+
+    def know(self, told: Sequence[tuple[bytes, int]]) -> None:
+        """Apply the clears that are told and were missed here; from then on what is here may be looked up."""
+        for tenant, number in Clears(self.clears()).behind(told):
+            self.clear(tenant, number)
+        self._ask(lambda: self._handle(ClearsKnown()))
 
     def _ids_of(self, tenant: bytes | None) -> list[PageId]:
         ids = self._ask(partial(self._page_ids, None))
@@ -436,6 +472,7 @@ class CacheService:
                     self._take_inbox(self._server)
                 while self._server.notes:
                     self._note(self._server.notes.popleft())
+                self._settle_clears()
         except BaseException as error:
             cause = f", by {error.__cause__!r}" if error.__cause__ is not None else ""
             self._note(f"the cache of node {self.node_id} fails: {error!r}{cause}")
@@ -489,9 +526,20 @@ class CacheService:
             case Disconnect():
                 assert self._server is not None
                 self._server.disconnect(command.worker, command.reason)
-            case ReadPage() | WritePage() | CommitCatalogue() | WipeSlots() | ForgetTenant() | VerifyPage():
+            case ReadPage() | WritePage() | CommitCatalogue() | WipeSlots() | MarkClear() | VerifyPage():
                 assert self._mover is not None
                 self._mover.submit(command)
+            case ForgetTenant():
+                assert self._mover is not None
+                self._mover.submit(command)
+                self._try_clears_again()  # where nobody waits for a barrier behind it
+            case CatchUp():
+                threading.Thread(
+                    target=self._catch_up,
+                    args=(command.tenant, command.number),
+                    name="clear-catch-up",
+                    daemon=True,
+                ).start()
             case SaveRoots() | SaveStored():
                 if self._mover is not None:
                     self._mover.submit(command)
@@ -506,11 +554,41 @@ class CacheService:
             case Note():
                 self._note(command.text)
 
+    def _catch_up(self, tenant: bytes, number: int) -> None:
+        """On a thread of its own, as a caller of `clear`; one for each number that a worker brings."""
+        try:
+            self.clear(tenant, number)
+        except (ServiceStopped, TimeoutError) as error:
+            log.warning("a clear that this node missed isn't done: %s", error)
+
     def _answer(self, ticket: _Ticket, results: Results) -> None:
-        if ticket.durable and self._mover is not None:
-            self._mover.barrier(lambda: ticket.future.set_result(results))
-        else:
+        if not ticket.durable or self._mover is None:
             ticket.future.set_result(results)
+            return
+
+        def done(left: tuple[Uncleared, ...]) -> None:
+            self._are_left(left)
+            ticket.future.set_result(results)
+
+        self._mover.barrier(done)
+
+    def _are_left(self, left: tuple[Uncleared, ...]) -> None:
+        """On the writer's thread, behind a barrier: what clears could not do. It is tried again until it works."""
+        was_left, self._left = self._left, left
+        if left:
+            self._append(_Call(self._try_clears_again, lambda error: None))
+        elif was_left:
+            self._append(Note("what a disk refused of a clear is done now"))
+
+    def _try_clears_again(self) -> None:
+        if self._clear_again_at is None:
+            self._clear_again_at = time.monotonic() + CLEAR_AGAIN_S
+
+    def _settle_clears(self) -> None:
+        if self._clear_again_at is not None and time.monotonic() >= self._clear_again_at:
+            self._clear_again_at = None
+            assert self._mover is not None
+            self._mover.barrier(self._are_left)
 
     def _note(self, text: str) -> None:
         self._notes.append(text)
@@ -536,7 +614,8 @@ class CacheService:
         return self._is_quiescing and self._coordinator.is_written
 
     def _patience_s(self) -> float | None:
-        return None if self._drain_until is None else max(0.0, self._drain_until - time.monotonic())
+        times = [at for at in (self._drain_until, self._clear_again_at) if at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     # ---- opening and closing -----------------------------------------------------------------------------------
 
@@ -551,6 +630,7 @@ class CacheService:
             elif l3_bytes:
                 self._note(f"L3 is off: {too_small}")
         slots = host_slots(l3_bytes, size)
+        known, recovered = Clears(), list[CatalogueEntry]()
         if slots.capacity_bytes:
             self._host = HostTier(slots.capacity_bytes)
         if self._l4_bytes and self._host is not None:
@@ -558,7 +638,11 @@ class CacheService:
         if self._ssd is not None and self._host is not None:
             for note in self._ssd.notes:
                 self._note(note)
-            self._mover = Mover(self._host, self._ssd, self._l4_path, self._post, self._part_died)
+            clears = ClearFile.load(self._l4_path)
+            if clears.note:
+                self._note(clears.note)
+            self._mover = Mover(self._host, self._ssd, self._l4_path, self._post, self._part_died, clears)
+            known, recovered = clears.clears.copy(), self._finish_clears(clears.unfinished)
         now = time.monotonic()
         self._coordinator = Coordinator(
             node_id=self.node_id,
@@ -566,7 +650,7 @@ class CacheService:
             host=slots,
             ssd=None if self._ssd is None else self._ssd.allocator,
             ssd_variants=self._l4_variants,
-            recovered=() if self._ssd is None else self._ssd.recovered,
+            recovered=recovered,
             lost=() if self._ssd is None else self._ssd.lost,
             roots=() if self._ssd is None else load_roots(self._l4_path),
             stored_before=None if self._ssd is None else load_stored_before(self._l4_path),
@@ -578,10 +662,31 @@ class CacheService:
             page_bytes=self._payload_bytes,
             directory=self._on_holds is not None,
             limits=self._limits,
+            clears=known,
+            awaits_clears=self._awaits_clears,
         )
         if self._ssd is not None:
             self._ssd.lost = []  # told; it could be long
         self._server = NodeServer(self._socket_path, None if self._host is None else self._host.fd)
+
+    def _finish_clears(self, unfinished: Iterable[Tenant]) -> list[CatalogueEntry]:
+        """Clears that an earlier life of the node began and did not finish are done; the pages that they leave."""
+        assert self._ssd is not None and self._mover is not None
+        whose = set(unfinished)
+        if not whose:
+            return self._ssd.recovered
+        cleared, left = list[CatalogueEntry](), list[CatalogueEntry]()
+        for entry in self._ssd.recovered:
+            (cleared if None in whose or entry.envelope.tenant in whose else left).append(entry)
+        for entry in cleared:
+            self._ssd.allocator.free(entry.place)
+        self._mover.submit(CommitCatalogue((), tuple((e.envelope.key, e.envelope.variant) for e in cleared)))
+        self._mover.submit(WipeSlots(tuple(entry.place for entry in cleared)))
+        for tenant in whose:
+            self._mover.submit(ForgetTenant(tenant))
+        self._mover.barrier(self._are_left)
+        self._note(f"L4 at {self._l4_path}: a clear was cut short, and is finished: {len(cleared)} pages")
+        return left
 
     def _open_l4(self, size: int) -> SsdTier | None:
         """None, and a note, for a disk that refuses where the node can do without. OSError names a file or the folder."""
@@ -592,9 +697,10 @@ class CacheService:
             why = error.strerror or str(error)
             if self._needs_l4 or error.errno == errno.EBUSY:  # who has it open may be about to end
                 raise OSError(error.errno, why, error.filename or str(self._l4_path)) from error
-            self._l4_refused = f"{self._l4_path} can't be used: {why}"
+            refused = f"{self._l4_path} can't be used: {why}"
+            self._l4_refused = errno.errorcode.get(error.errno or 0, ""), refused
             self._note(
-                f"L4 is off: {self._l4_refused}; its pages are neither found nor cleared until the disk can be written"
+                f"L4 is off: {refused}; its pages are neither found nor cleared until the disk can be written"
                 " and the node restarts"
             )
             return None

@@ -127,7 +127,7 @@ class Sinking(HostRoom):
 
     def _write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
         write = self._end_write(transfer)
-        self._free_place(write.page, write.entry.place, wipe=False)
+        self._free_place(write.page, write.entry.place, write.wipe)
         if failure == "corrupt":
             self._drop_corrupt(write.copy, "the write to L4")
         elif not self._ssd_failing:

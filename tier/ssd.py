@@ -52,7 +52,9 @@ from kvtier.tier.page import (
 )
 from kvtier.tier.slab import PROBE_FILE, SlabFiles, sync_folder
 from kvtier.tier.ssd_layout import (
+    CLEARS_FILE,
     LAYOUT_FILE,
+    LOCK_FILE,
     MIN_SEGMENT_SLOTS,
     ROOTS_FILE,
     STORED_FILE,
@@ -67,7 +69,7 @@ RECORD_VERSION = 1
 CHECK_BATCH = 4096  # records of one transaction of the copy that the check makes
 _NO_COPY = 3  # how the child exits that can't write it
 
-_CATALOGUE, _PAGES, _LOCK, _COPY = "catalogue.mdb", "pages.mdb", "lock", "catalogue.new"
+_CATALOGUE, _PAGES, _LOCK, _COPY = "catalogue.mdb", "pages.mdb", LOCK_FILE, "catalogue.new"
 
 
 def open_ssd(
@@ -311,7 +313,8 @@ def _is_ours_or_empty(folder: Path) -> bool:
     if any(map(SlabFiles.is_slab, names)) or names >= {_LOCK, LAYOUT_FILE, _CATALOGUE}:
         return True
     ours = {_LOCK, LAYOUT_FILE, *databases, *(f"{name}-lock" for name in databases), _COPY, PROBE_FILE}
-    ours |= {ROOTS_FILE, STORED_FILE, *(f"{name}.new" for name in (LAYOUT_FILE, ROOTS_FILE, STORED_FILE))}
+    small = (LAYOUT_FILE, ROOTS_FILE, STORED_FILE, CLEARS_FILE)
+    ours |= {*small, *(f"{name}.new" for name in small)}
     if names <= ours and names & databases:
         return True
     # A first start cut short leaves its lock alone. Anybody could have chosen that name, but not for a process id.

@@ -16,6 +16,8 @@ from kvtier.tier.slab import sync_folder
 Store = Literal["slab", "lmdb"]
 
 LAYOUT_FILE = "layout"
+LOCK_FILE = "lock"
+CLEARS_FILE = "clears"  # clear_file.py
 ROOTS_FILE, STORED_FILE = "roots.json", "stored.msgpack"  # what explains misses; of no use to anything else
 FORMAT_VERSION = 1  # of the folder: raise it when files of an older program can't be read
 MIN_SEGMENT_BYTES = 8 * 2**20

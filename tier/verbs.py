@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvtier.tier.base import Outcome, PageInfo, Place
 from kvtier.tier.by_key import HeldKeys
-from kvtier.tier.events import Failure, ForgetTenant, PageId, VerifyPage
+from kvtier.tier.events import CatchUp, Failure, ForgetTenant, MarkClear, PageId, VerifyPage
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Check, HostCopy, Job, Page
 from kvtier.tier.uses import Uses
@@ -54,13 +54,21 @@ class Verbs(Uses):
         for page in self._named(key):
             outcome = Outcome.ACCEPTED
             if page.pinned:
+                self._stay_after_all(page)
                 continue
             is_over = self._pinned_bytes + page.slot_bytes > self._max_pinned_bytes()
             sizes = self._sizes.keys() | {page.slot_bytes}
             if is_over or not self._slots.room_to_last(page.slot_bytes, sizes, len(self._pins_to_come)):
                 return Outcome.REJECTED
             self._set_pinned(page, True)
+            self._stay_after_all(page)
         return outcome
+
+    def _stay_after_all(self, page: Page) -> None:
+        """Evictions that wait for the page's readers are off."""
+        for copy in (page.host, page.ssd):
+            if copy is not None:
+                copy.leave = False
 
     def _unpin(self, key: bytes) -> Outcome:
         outcome = Outcome.MISSING
@@ -122,11 +130,30 @@ class Verbs(Uses):
         self._lost_if_nowhere(page, reason, detail)
         return Outcome.DEFERRED if busy else Outcome.ACCEPTED
 
+    def _begin_clear(self, tenant: bytes | None, number: int) -> None:
+        """From now on pages count as the tenant's only if they were made since the clear of this number."""
+        self._clearing[tenant] = None
+        if number:
+            self._clears.note(tenant, number)
+        if self._ssd is not None:
+            self._out.append(MarkClear(tenant, number))
+
+    def _catch_up(self, tenant: bytes, number: int) -> None:
+        """A worker knows of a clear that this node hasn't heard of: nothing of before is looked up any more."""
+        if number > self._clears.of(tenant):
+            self._begin_clear(tenant, number)
+            self._out.append(CatchUp(tenant, number))
+
+    def _is_being_cleared(self, tenant: bytes) -> bool:
+        return bool(self._clearing) and (tenant in self._clearing or None in self._clearing)
+
     def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
+        self._clearing.pop(tenant, None)
         self._misses.forget_tenant(tenant)
         self._save_stored()
         if self._ssd is not None:
             self._forget = ForgetTenant(tenant)
+        self._wipe_what_left(tenant)
         return self._clear_pages(
             [
                 page_id
@@ -134,6 +161,18 @@ class Verbs(Uses):
                 if tenant is None or page.envelope.tenant == tenant
             ]
         )
+
+    def _wipe_what_left(self, tenant: bytes | None) -> None:
+        """What was dropped earlier and is still read or written in L4 is wiped too, once that is over.
+
+        The record of a page that is being written may be in the catalogue already: it must not outlast this.
+        """
+        for copy, page in self._leaving.items():
+            copy.wipe |= tenant in (None, page.envelope.tenant)
+        for write in self._writes.values():
+            if tenant in (None, write.page.envelope.tenant):
+                write.wipe = True
+                self._drops.append(write.page.id)
 
     def _clear_pages(self, pages: Sequence[PageId]) -> list[tuple[bytes, Outcome]]:
         """Those of these pages that are here."""

@@ -18,7 +18,7 @@ from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
 from kvtier.tier.feed import Batch, Feed, Reply, Source
 from kvtier.tier.identity import tenant_salt
-from kvtier.tier.outcomes import ManyOutcomes
+from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.score import PolicySettings, ScoreWeights
@@ -308,9 +308,13 @@ class DecodeWorkerProcess:
         """Drop all pages from L1; there are none in another tier."""
         return ManyOutcomes.of(self._worker.evict(None) if tier in (None, TierName.HBM) else [])
 
-    def clear(self, tenant: str | None = None) -> ManyOutcomes:
+    def clear(self, tenant: str | None = None, number: int = 0) -> Cleared:
         """Drop a tenant's pages from L1, or everybody's."""
-        return ManyOutcomes.of(self._worker.clear(tenant))
+        return Cleared(ManyOutcomes.of(self._worker.clear(tenant, number)))
+
+    def know(self, told: list[tuple[bytes, int]]) -> None:
+        """See DecodeWorker.know."""
+        self._worker.know(told)
 
     def verify(self, keys: list[bytes]) -> list[tuple[bytes, Outcome]]:
         """Check pages in L1 against their checksums."""

@@ -155,6 +155,7 @@ class EngineRequest:
     remotes: tuple[
         tuple[str, str, int], ...
     ] = ()  # node, its exchange's address, pages of the prompt it is said to hold
+    cleared: int = 0  # the tenant's clear epoch: a worker that is behind clears L1 first
 
     @property
     def is_resumed(self) -> bool:

@@ -252,4 +252,5 @@ def _lent_page(page: PeerSave) -> LentPage:
         spec_digest=page.spec.digest,
         checksum=page.check,
         tokens=page.spec.page_tokens,
+        cleared=page.cleared,
     )

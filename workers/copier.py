@@ -140,6 +140,7 @@ class PeerSave:
     spec: PageSpec
     checksum: bytes
     check: bytes = b""
+    cleared: int = 0  # clear epoch of its tenant when the copy began
 
 
 @dataclass(slots=True)

@@ -167,10 +167,10 @@ class Level1:
         is_in_use = any(self._table.is_held(record) for record in self._table.records_of(key))
         return Outcome.REJECTED if is_in_use else self._evict(key)
 
-    def clear(self, tenant: str | None, in_use: Iterable[Tenancy]) -> Outcomes:
+    def clear(self, tenant: str | None, in_use: Iterable[Tenancy], number: int = 0) -> Outcomes:
         """Drop a tenant's pages, or everybody's. DEFERRED: not found any more, gone when its users end.
 
-        `in_use` are the tenancies of the requests that aren't over: what they are yet to fill won't be found either.
+        `number` is the clear's epoch (tier/clears.py), 0 for none. `in_use` are the tenancies of the requests that aren't over: what they are yet to fill won't be found either.
         """
         outcomes: Outcomes = []
         for name in self._roots.tenants if tenant is None else self._roots.tenants.keys() & {tenant}:
@@ -185,7 +185,15 @@ class Level1:
                 outcomes.append((key, Outcome.DEFERRED if key in left else Outcome.ACCEPTED))
             self._pager.cleared(digest)
             self._roots.cleared(name)
+        if number:
+            self._pager.clears.note(None if tenant is None else tenant_digest(tenant), number)
         return outcomes
+
+    def behind(self, told: Iterable[tuple[bytes, int]]) -> list[tuple[str | None, int]]:
+        """The clears that are told and L1 hasn't heard of, of the tenants that it can have pages of (None: of all)."""
+        names: dict[bytes | None, str | None] = {tenant_digest(name): name for name in self._roots.tenants}
+        names[None] = None
+        return [(names[one], number) for one, number in self._pager.clears.behind(told) if one in names]
 
     def verify(self, keys: list[bytes]) -> Outcomes:
         """Check pages against their checksums; a bad one is dropped, and then MISSING."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier.clears import Clears
 from kvtier.tier.message_parts import cut_chains
 from kvtier.tier.messages import (
     Arena,
@@ -53,6 +54,7 @@ from kvtier.workers.copier import (
     LoadJob,
     LoadPage,
     PeerLoad,
+    PeerSave,
     PeerSaveJob,
     SaveJob,
     SavePage,
@@ -135,6 +137,7 @@ class Pager:
         """
         self.counters = TierCounters(capacity_bytes=l1.table.capacity_bytes)
         self.made_variants = 0
+        self.clears = Clears()  # that L1 has been cleared by; what is said to the node goes by them
         self._l1 = l1
         self._table = l1.table  # to be read; what changes it is an event of L1
         self._link = link
@@ -216,6 +219,7 @@ class Pager:
                 double_pages=self._table.policy.costs.double_pages,
                 patience_s=max(0.0, load.deadline_s - load.started_s) if recompute_s else 0.0,
                 busy_s=self._busy_s(seq) if recompute_s else 0.0,
+                cleared=self.clears.of(request.tenancy.digest),
             )
         )
 
@@ -351,6 +355,8 @@ class Pager:
         jobs: list[Job] = [*self._borrower.to_save(self._spec)]
         for job in jobs:
             for page in job.pages:
+                if isinstance(page, PeerSave):
+                    page.cleared = self.clears.of(page.record.tenant)
                 self._l1.hear(StartCopy(page.frame), now)
         self._copies += len(jobs)
         if jobs:
@@ -759,7 +765,8 @@ class Pager:
             if seq.state is not SequenceState.FINISHED:
                 self._l1.hear(PreemptedSaved(seq.number, is_held), now)
         if stored:
-            self._link.send(Stored([_stored_page(page) for page in stored], hold_for))
+            pages = [_stored_page(page, self.clears.of(page.tenant)) for page in stored]
+            self._link.send(Stored(pages, hold_for))
         self.flush(now)
 
     def _is_still_cached(self, record: PageRecord, is_written: bool, now: float) -> bool:
@@ -830,7 +837,7 @@ def _chain(chain: LoadChain, group: LayerGroup) -> Chain:
     )
 
 
-def _stored_page(page: SavePage) -> StoredPage:
+def _stored_page(page: SavePage, cleared: int) -> StoredPage:
     return StoredPage(
         grant=page.grant,
         key=page.key,
@@ -844,4 +851,5 @@ def _stored_page(page: SavePage) -> StoredPage:
         tokens=page.tokens,
         checksum=page.checksum,
         content=page.content,
+        cleared=cleared,
     )

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -416,18 +416,24 @@ class DecodeWorker:
             for key, one in outcomes
         ]
 
-    def clear(self, tenant: str | None = None) -> Outcomes:
+    def clear(self, tenant: str | None = None, number: int = 0) -> Outcomes:
         """Drop a tenant's pages (None: of all). DEFERRED: not found any more, gone when its users end.
 
-        Most go in parts. The last step takes all that is left at that moment, and ends the identity that they have been
+        `number` is the clear's epoch (tier/clears.py): requests and the node may know of it first, and then it is done here
+        before anything else of the tenant's. 0: it has none. Most go in parts. The last step takes all that is left at that moment, and ends the identity that they have been
         found by.
         """
         dropped = self._on_all(self._level1.drop, tenant)
         outcomes: dict[bytes, Outcome] = {
             key: outcome for key, outcome in dropped if outcome is not Outcome.REJECTED
         }
-        outcomes |= dict(self._call(lambda: self._clear(tenant)))
+        outcomes |= dict(self._call(lambda: self._clear(tenant, number)))
         return list(outcomes.items())
+
+    def know(self, told: Iterable[tuple[bytes, int]]) -> None:
+        """Apply the clears that are told and were missed here."""
+        for tenant, number in self._call(lambda: self._level1.behind(told)):
+            self.clear(tenant, number)
 
     def verify(self, keys: list[bytes] | None = None) -> Outcomes:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
@@ -790,6 +796,8 @@ class DecodeWorker:
         if spec.request_id in self._requests or spec.request_id in self._handovers:
             self._outputs += _refused(spec, FinishReason.ERROR, "its id is in flight already")
             return
+        for tenant, number in self._level1.behind([(tenant_digest(spec.tenant), spec.cleared)]):
+            self._clear(tenant, number)
         tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
         turn = self._turns.count(spec.session, spec.turn, closed=spec.session_closed)
         added = Add(
@@ -997,9 +1005,9 @@ class DecodeWorker:
         )
         return Snapshot({TierName.HBM: level1, **below}, totals)
 
-    def _clear(self, tenant: str | None) -> Outcomes:
+    def _clear(self, tenant: str | None, number: int = 0) -> Outcomes:
         requests = self._requests.values()
-        outcomes = self._level1.clear(tenant, [request.tenancy for request in requests])
+        outcomes = self._level1.clear(tenant, [request.tenancy for request in requests], number)
         now = time.monotonic()
         for request in requests:
             number = next(seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED)

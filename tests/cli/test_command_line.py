@@ -104,6 +104,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
         self.outcomes = {"ACCEPTED": 1}
+        self.parts: list[dict[str, Any]] = []  # of a clear
         self.error: ClientError | None = None
 
     def __enter__(self) -> Self:
@@ -193,7 +194,10 @@ class FakeClient:
         result = {"key": PAGE["key"], "outcome": next(iter(self.outcomes)), "owners": {"node-0": "ACCEPTED"}}
         return {"results": [result], "counts": self.outcomes}
 
-    pages_pin = pages_unpin = pages_evict = pages_clear = pages_verify = _acted
+    pages_pin = pages_unpin = pages_evict = pages_verify = _acted
+
+    def pages_clear(self, **options: Any) -> dict[str, Any]:
+        return {**self._acted(**options), "parts": self.parts}
 
 
 @pytest.fixture
@@ -579,6 +583,40 @@ def test_evicting_names_pages_or_a_tier(run: Any, client: FakeClient) -> None:
     code, _, err = run("pages", "evict", "--endpoint", "h:1")
     assert (code, err.count("\n")) == (2, 1)
     assert "--tier" in err
+
+
+def a_part(name: str, outcome: str, detail: str = "", tier: str = "", error: str = "") -> dict[str, Any]:
+    return {
+        "part": name,
+        "outcome": outcome,
+        "pages": 3,
+        "tier": tier,
+        "error": error,
+        "detail": detail,
+    }
+
+
+def test_clearing_shows_each_part_and_fails_only_where_something_is_not_cleared_and_will_not_be(
+    run: Any, client: FakeClient
+) -> None:
+    client.parts = [
+        a_part("node-1", "DEFERRED", "wiping slots in L4 failed: Read-only file system", "L4", "EROFS"),
+        a_part("worker-0", "ACCEPTED"),
+    ]
+
+    code, out, _ = run("pages", "clear", "--tenant", "a", "--endpoint", "h:1")
+
+    assert code == 0
+    lines = out.splitlines()
+    for words in (("node-1", "DEFERRED", "3", "L4 EROFS", "wiping slots"), ("worker-0", "ACCEPTED", "3")):
+        assert any(all(word in line for word in words) for line in lines), words
+    code, out, _ = run("pages", "clear", "--all", "--json", "--endpoint", "h:1")
+    assert code == 0 and json.loads(out)["parts"] == client.parts
+
+    client.parts.append(a_part("gateway", "REJECTED", "its record can't be written", error="ENOSPC"))
+    for how in ((), ("--json",)):
+        code, _, err = run("pages", "clear", "--all", *how, "--endpoint", "h:1")
+        assert code == 1 and "not all was cleared: see what is said of gateway" in err
 
 
 def test_clearing_names_the_tenant_or_all(run: Any, client: FakeClient) -> None:

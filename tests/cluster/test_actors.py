@@ -28,7 +28,7 @@ def test_the_deadline_of_transfers_is_that_of_a_nodes_fetches(
     place: Any = SimpleNamespace(number=0, node_id="node-0")
     home = Home(place, Ground(tmp_path, tmp_path, 1))
 
-    Actors(config, tmp_path, parts, parts, 1, tmp_path).node(home)
+    Actors(config, tmp_path, parts, parts, 1, tmp_path, tmp_path).node(home)
 
     sizes = {"l3_bytes": 8 * slot_bytes(4096), "l4_bytes": 0, "socket_path": str(tmp_path / "run" / "s")}
     node = CacheNodeProcess(**{**made, **sizes})
@@ -46,7 +46,7 @@ def test_only_a_nodes_first_start_needs_l4(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setattr(node_module, "CacheNode", maker)
     parts: Any = SimpleNamespace(sizes=(4096,), l4_variants=None, on=lambda _: None)
-    actors = Actors(load_config(None, ()), tmp_path, parts, parts, 2, tmp_path)
+    actors = Actors(load_config(None, ()), tmp_path, parts, parts, 2, tmp_path, tmp_path)
 
     for number in (0, 1, 1, 0, 1):
         place: Any = SimpleNamespace(number=number, node_id=f"node-{number}")

@@ -7,21 +7,18 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 from gateway_kit import echo_info
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
 from kvtier.cluster import gateway
 from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway import GatewayActor, RayNode, RayWorker
+from kvtier.cluster.gateway import GatewayActor, RayWorker
 from kvtier.cluster.gateway_holders import Addresses
-from kvtier.cluster.gateway_requests import Refusal
 from kvtier.cluster.gateway_server import GatewayError
 from kvtier.cluster.life import Kind, Lost, Member
 from kvtier.cluster.watch import Part, Watch
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import L4NotCleared
 from kvtier.workers.api import WorkerInfo
 
 
@@ -68,15 +65,6 @@ def test_an_exchange_that_cannot_be_attached_is_an_error_so_that_it_is_tried_aga
 
     asyncio.run(story())
     assert actor._core.addresses.of("node-1") == "host:7"
-
-
-def test_a_disk_that_could_not_be_cleared_is_named_with_the_way_out() -> None:
-    async def clear(tenant: object) -> Any:
-        raise RayTaskError("clear", "", L4NotCleared("node-1 has cleared all but L4, where it's broken"))
-
-    with pytest.raises(Refusal, match="^node-1 has cleared all but L4") as refused:
-        asyncio.run(RayNode(handle(clear=clear), "node-1").clear(None))
-    assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_nobody_is_told_of_an_exchange_that_is_lost(actor: GatewayActor) -> None:

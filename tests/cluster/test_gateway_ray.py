@@ -90,6 +90,9 @@ class EchoActor:
     async def health(self) -> str | None:
         return None
 
+    async def know(self, told: list[tuple[bytes, int]]) -> None:
+        await self._worker.know(told)
+
     async def refuse(self) -> None:
         self._worker.max_waiting = 0
 
@@ -119,6 +122,12 @@ class NodeActor:
 
     async def notes(self) -> list[str]:
         return ["started fresh"]
+
+    async def clears(self) -> list[tuple[bytes, int]]:
+        return []
+
+    async def know(self, told: list[tuple[bytes, int]]) -> None:
+        pass
 
     async def stats(self) -> Any:
         from kvtier.tier.stats import Snapshot

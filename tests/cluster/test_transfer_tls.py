@@ -49,7 +49,9 @@ def test_the_files_of_the_configuration_reach_the_exchanges(
     parts: Any = SimpleNamespace(on=lambda _: None)
     place: Any = SimpleNamespace(node_id="node-0", machine=SimpleNamespace(address="10.0.0.1"))
 
-    Actors(config, tmp_path, parts, parts, 1, tmp_path).exchange(Home(place, Ground(tmp_path, tmp_path, 1)))
+    Actors(config, tmp_path, parts, parts, 1, tmp_path, tmp_path).exchange(
+        Home(place, Ground(tmp_path, tmp_path, 1))
+    )
 
     assert made["tls"] == TlsFiles("a.pem", "b.pem", "c.pem")
     assert load_config(None).transfer.tls is None

@@ -38,6 +38,7 @@ from kvtier.tier.base import Outcome, SegmentAllocator
 from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
+    BeginClear,
     Clear,
     ClearPages,
     CommitCatalogue,
@@ -74,6 +75,7 @@ from kvtier.tier.score import PolicySettings
 from kvtier.tier.slots import HostSlots, host_slots
 
 TENANT = "ada"
+TWO_FORMATS = {(0, FP8): PAYLOAD_BYTES, (0, INT4C): PAYLOAD_BYTES}
 
 
 def pages_of(pages: Iterable[HostPage]) -> list[int]:
@@ -711,6 +713,95 @@ def test_clear_makes_a_tenants_pages_unfindable_at_once_and_wipes_them() -> None
     }  # fmt: skip
 
 
+def test_a_cleared_page_that_is_read_from_l4_is_wiped_when_its_last_reader_is_done() -> None:
+    world, worker = world_with("ab")
+    evict_all(world, "ab", TierName.HOST)
+    world.locate(worker, "r", TENANT, "ab")
+    places = {entry.place for entry in world.catalogue.values()}
+    assert len(world.reads) == 2
+
+    world.ask(Clear, tenant_of(TENANT))
+    while world.writer:
+        world.finish_write()
+    assert world.disk.keys() == places and not world.catalogue, "slots that are read"
+    world.finish_all()
+
+    assert not world.disk
+
+
+@pytest.mark.parametrize("how", ["read", "written"])
+def test_what_was_evicted_in_use_before_its_tenants_clear_is_wiped_as_well(how: str) -> None:
+    world, worker = world_with("a")
+    if how == "read":
+        evict_all(world, "a", TierName.HOST)
+        world.locate(worker, "r", TENANT, "a")
+    else:
+        world.want(worker, 1)
+        world.store(worker, TENANT, "b")
+    world.ask(Evict, (key_of(TENANT, "a"), key_of(TENANT, "b")), None)
+    assert world.reads or any(isinstance(order, WritePage) for order in world.writer)
+
+    world.ask(Clear, tenant_of(TENANT))
+    world.finish_all()
+
+    assert not world.to_wipe & world.disk.keys() and not world.catalogue
+
+
+@pytest.mark.parametrize("tier", [TierName.HOST, TierName.SSD])
+def test_a_page_that_is_pinned_while_its_eviction_waits_for_its_readers_stays(tier: TierName) -> None:
+    """An operator evicts a page that a worker reads, thinks better of it, and pins it: the pin was accepted."""
+    world, worker = world_with("a", ssd_slots=8 if tier is TierName.SSD else 0)
+    key = key_of(TENANT, "a")
+    if tier is TierName.SSD:
+        evict_all(world, "a", TierName.HOST)
+    world.locate(worker, "r", TENANT, "a")
+    assert world.answers[world.ask(Evict, (key,), tier)] == ((key, Outcome.DEFERRED),)
+
+    assert world.answers[world.ask(Pin, (key,))] == ((key, Outcome.ACCEPTED),)
+    world.settle()
+
+    assert (key, BF16) in world.held(tier)
+
+
+def test_pins_take_half_of_the_smaller_tier_at_most_whichever_that_is() -> None:
+    """L4 with room for four pages below an L3 for sixteen, and the other way round: two pages may be pinned."""
+    for num_slots, ssd_slots in ((16, 4), (4, 16)):
+        world, _ = world_with("abcd", num_slots=num_slots, ssd_slots=ssd_slots)
+
+        outcomes = dict(world.answers[world.ask(Pin, tuple(chain_keys(TENANT, "abcd")))])
+
+        assert [*outcomes.values()].count(Outcome.ACCEPTED) == 2, f"L3 of {num_slots}, L4 of {ssd_slots}"
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_a_restart_lets_an_original_go_first_only_where_it_was_not_used_since_the_conversion(
+    is_newer: bool,
+) -> None:
+    """Both formats of a page are in L4; which was used last decides which of them L4 keeps."""
+    before = World(8, 8, payloads=TWO_FORMATS)
+    worker = before.connect()
+    for kind, made_from in (((0, FP8), ""), ((0, INT4C), FP8)):
+        before.want(worker, 1, kind)
+        before.store(worker, TENANT, "a", kind=kind, made_from=made_from)
+        before.finish_all()
+    entries = list(before.catalogue.values())
+    for entry in entries:
+        is_original = entry.envelope.variant == FP8
+        entry.last_use_s = 1e9 + (50.0 if is_original == is_newer else 10.0)
+
+    after = World(8, 4, payloads=TWO_FORMATS, recovered=entries, disk=before.disk)
+    worker = after.connect()
+    gone: list[str] = []
+    for i in range(8):
+        here = {variant for key, variant in after.held(TierName.SSD) if key == key_of(TENANT, "a")}
+        gone += [variant for variant in (FP8, INT4C) if variant not in here and variant not in gone]
+        after.want(worker, 1, (0, FP8))
+        after.store(worker, TENANT, "xyzuvwst"[i], kind=(0, FP8))
+        after.finish_all()
+
+    assert gone[0] == (INT4C if is_newer else FP8)
+
+
 def test_a_page_cleared_while_it_is_written_does_not_stay_in_l4() -> None:
     world = World(num_slots=4, ssd_slots=8)
     worker = world.connect()
@@ -915,9 +1006,8 @@ class Actors:
     def __init__(self, world: World) -> None:
         self.world = world
         self.incarnation = 0
-        self.clears: list[
-            tuple[bytes | None, deque[PageId]]
-        ] = []  # begun: of whom, and what is yet to have its turn
+        # Begun: of whom, its number, and what is yet to have its turn.
+        self.clears: list[tuple[bytes | None, int, deque[PageId]]] = []
 
     def worker(self, name: str) -> SimWorker:
         for worker in self.world.workers.values():
@@ -1089,23 +1179,39 @@ class Actors:
             keys += chain_keys(tenant, path, 1)
         self.world.ask(verb, tuple(keys), *more)
 
-    def begin_clear(self, tenant: str | None) -> None:
+    def begin_clear(self, tenant: str | None, is_numbered: bool = False) -> None:
         """As the service does: what is here now goes in parts, and the last step comes when all have had their turn."""
-        node, digest = self.world.node, None if tenant is None else tenant_of(tenant)
+        digest = None if tenant is None else tenant_of(tenant)
+        self.world.number += is_numbered
+        self._begin_clear(digest, self.world.number if is_numbered else 0)
+
+    def _begin_clear(self, digest: bytes | None, number: int) -> None:
+        node = self.world.node
+        self.world.ask(BeginClear, digest, number)
         ids = node.page_ids()
-        self.clears.append((digest, deque(ids if digest is None else node.ids_of(digest, ids))))
+        self.clears.append((digest, number, deque(ids if digest is None else node.ids_of(digest, ids))))
+
+    def hears(self, name: str, tenant: str | None) -> None:
+        """A worker, or another node's exchange, hears of the latest clear, as if it was this tenant's."""
+        if self.world.number:
+            self.worker(name).knows[None if tenant is None else tenant_of(tenant)] = self.world.number
+
+    def catch_up(self) -> None:
+        """The service goes on with a clear that the node heard of by a worker."""
+        if self.world.to_catch_up:
+            self._begin_clear(*self.world.to_catch_up.popleft())
 
     def clear_on(self, which: int) -> None:
         """The next part of a clear, two pages; behind the last one the step that ends it."""
         if not self.clears:
             return
-        digest, left = self.clears[which % len(self.clears)]
+        digest, number, left = self.clears[which % len(self.clears)]
         if left:
             part = tuple(left.popleft() for _ in range(min(2, len(left))))
             self.world.ask(ClearPages, part)
             return
         del self.clears[which % len(self.clears)]
-        self.world.ask(Clear, digest)
+        self.world.ask(Clear, digest, number)
         node = self.world.node
         assert not (node.page_ids() if digest is None else node.ids_of(digest, node.page_ids()))
 
@@ -1113,6 +1219,8 @@ class Actors:
         """Each tier holds what the coordinator says it holds."""
         world = self.world
         assert world.held(TierName.HOST) <= set(world.host.values())
+        if world.node.is_idle and not world.writer:
+            assert not world.to_wipe & world.disk.keys(), "a cleared page is left on the disk"
         if not world.writer:
             assert world.held(TierName.SSD) == world.catalogue.keys()
             for page, entry in world.catalogue.items():
@@ -1121,6 +1229,10 @@ class Actors:
     def end(self) -> None:
         """All wait for nothing, all dies, and every byte is free again."""
         world = self.world
+        while world.to_catch_up:
+            self.catch_up()
+        while self.clears:
+            self.clear_on(0)
         world.settle()
         for worker in list(world.workers.values()):
             world.die(worker)
@@ -1293,9 +1405,17 @@ class Life(RuleBasedStateMachine):
     def operator_clears(self, tenant: str | None) -> None:
         self.actors.world.ask(Clear, None if tenant is None else tenant_of(tenant))
 
-    @rule(tenant=st.none() | tenants)
-    def operator_begins_to_clear(self, tenant: str | None) -> None:
-        self.actors.begin_clear(tenant)
+    @rule(tenant=st.none() | tenants, is_numbered=st.booleans())
+    def operator_begins_to_clear(self, tenant: str | None, is_numbered: bool) -> None:
+        self.actors.begin_clear(tenant, is_numbered)
+
+    @rule(name=st.sampled_from(READERS), tenant=st.none() | tenants)
+    def hears_of_a_clear(self, name: str, tenant: str | None) -> None:
+        self.actors.hears(name, tenant)
+
+    @rule()
+    def node_catches_up(self) -> None:
+        self.actors.catch_up()
 
     @rule(which=few)
     def clear_goes_on(self, which: int) -> None:
@@ -1420,7 +1540,9 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         (2, lambda: actors.ask(rng.choice([Pin, Unpin, Unpin]), whose(), chain())),
         (5, lambda: actors.ask(Evict, whose(), chain(), rng.choice([None, *TIERS, TierName.HOST]))),
         (1, lambda: actors.world.ask(Clear, rng.choice([None, tenant_of("ada"), tenant_of("bob")]))),
-        (1, lambda: actors.begin_clear(rng.choice([None, "ada", "bob"]))),
+        (1, lambda: actors.begin_clear(rng.choice([None, "ada", "bob"]), rng.random() < 0.7)),
+        (2, lambda: actors.hears(rng.choice([*NAMES, "exchange:n1"]), rng.choice([None, "ada", "bob"]))),
+        (2, lambda: actors.catch_up()),
         (3, lambda: actors.clear_on(which())),
         (2, lambda: actors.ask(Verify, whose(), chain())),
     ]

@@ -290,8 +290,14 @@ class Client:
         )
 
     def pages_clear(self, *, tenant: str = "") -> dict[str, Any]:
-        """As pages_pin, for all pages of a tenant ("": of all tenants); results list only what was not ACCEPTED."""
-        return _outcomes(self._call(self._cache.Clear, _message(cache_pb2.ClearRequest, tenant=tenant), None))
+        """As pages_pin, for all pages of a tenant ("": of all tenants); results list only what was not ACCEPTED.
+
+        "parts" has what each part of the deployment did, those first that aren't done: {"part", "outcome", "pages", "tier",
+        "error", "detail"}. DEFERRED is done later, and serves nothing of it until then; REJECTED must be asked once more.
+        """
+        reply = self._call(self._cache.Clear, _message(cache_pb2.ClearRequest, tenant=tenant), None)
+        parts = [{**_plain(part), "outcome": _outcome(part.outcome)} for part in reply.parts]
+        return {**_outcomes(reply), "parts": parts}
 
     def pages_verify(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         """As pages_pin, for these pages or all; where no keys are given, results list only what was not ACCEPTED."""

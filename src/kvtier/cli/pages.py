@@ -140,7 +140,8 @@ def clear(
 ) -> None:
     """Drop and wipe all pages of a tenant, or of all.
 
-    Nothing brings them back, a rebuilt catalogue neither.
+    Nothing brings them back, a rebuilt catalogue neither. Each part of the deployment says what it did. DEFERRED: a node is
+    down or its disk refuses; it clears before it serves again. The exit code is 1 if something was not cleared and won't be.
 
     \b
     Examples:
@@ -150,7 +151,12 @@ def clear(
     if bool(tenant) == all_tenants:
         raise CliError("say whose pages go: --tenant NAME, or --all", 2)
     with connected(endpoint, tls) as client:
-        _report(client.pages_clear(tenant=tenant), as_json)
+        done = client.pages_clear(tenant=tenant)
+    if not as_json:
+        _print_parts(done["parts"])
+    _report(done, as_json)
+    if rejected := [part["part"] for part in done["parts"] if part["outcome"] not in _GOOD]:
+        raise CliError(f"not all was cleared: see what is said of {', '.join(rejected)}, and clear once more")
 
 
 def verify(
@@ -170,6 +176,22 @@ def verify(
     with connected(endpoint, tls) as client:
         complaint = "damaged and dropped, or not held" if keys else "damaged and dropped"
         _report(client.pages_verify(keys or ()), as_json, f"were {complaint}", good=("ACCEPTED",))
+
+
+def _print_parts(parts: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        (
+            part["part"],
+            part["outcome"],
+            f"{part['pages']:,}",
+            " ".join(filter(None, (part["tier"], part["error"]))),
+            part["detail"],
+        )
+        for part in parts
+    ]
+    if rows:
+        columns = ("part", "outcome", "pages", "left in", "what is left")
+        out.print(table(None, columns, rows, right=("pages",), keys=1))
 
 
 def _print_copies(rows: Sequence[dict[str, Any]]) -> None:
