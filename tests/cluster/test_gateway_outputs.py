@@ -357,7 +357,7 @@ def test_a_connection_whose_other_end_takes_nothing_ends_though_nothing_more_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As it does when the gateway's machine is gone: keep-alive alone waits for as long as bytes are on their way."""
-    monkeypatch.setattr(outputs, "UNSENT_S", 0.5)
+    monkeypatch.setattr(outputs, "UNSENT_S", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = OutputSender.connect(f"127.0.0.1:{server.getsockname()[1]}", b"secret", "w0")
         theirs, _ = server.accept()
