@@ -19,9 +19,10 @@ from kvtier.tier.events import FromWorker, WorkerGone
 from kvtier.tier.hbm import Arena as L1Arena
 from kvtier.tier.hbm import ArenaShare, new_shared_arena, open_peer
 from kvtier.tier.ipc import NodeClient, NodeServer
-from kvtier.tier.messages import Arena, Hello, NewRoot, Welcome
+from kvtier.tier.messages import Arena, Grant, Granted, Hello, NewRoot, Welcome
 
 CPU = torch.device("cpu")
+LONG = Granted([Grant(2**31 + slot, 2**31, 4096) for slot in range(30_000)])  # 300 KB and more
 
 
 def hello(name: str, arena_bytes: int = 0) -> Hello:
@@ -56,7 +57,7 @@ class Node:
         """A worker names lenders, and hears of their arenas between long messages."""
         assert isinstance(event.message, NewRoot)
         for lender in event.message.root_fields:
-            self.server.send(event.worker, Welcome("n" * 300_000, lender, 0))
+            self.server.send(event.worker, LONG)
             self.server.send(event.worker, Arena(f"life of {lender}", 4096, b""))
 
     def close(self) -> None:
