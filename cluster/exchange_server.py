@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -54,6 +54,27 @@ class _Stream:
     is_stalled: bool = False
 
 
+class _Doorkeeper(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses strangers by what their call begins with: no thread waits for the message, and nothing reads it."""
+
+    def __init__(
+        self,
+        is_ours: Callable[[Iterable[tuple[str, str | bytes]]], bool],
+        refuse: Callable[[Any, Context], NoReturn],
+    ) -> None:
+        self._is_ours = is_ours
+        self._refusal = grpc.stream_stream_rpc_method_handler(refuse)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        if self._is_ours(handler_call_details.invocation_metadata):
+            return continuation(handler_call_details)
+        return self._refusal
+
+
 class ExchangeServer:
     """One listening port. `start`, then `stop`; all else may be called from any thread.
 
@@ -93,6 +114,7 @@ class ExchangeServer:
             self._pool,
             options=wire.SERVER_OPTIONS,
             maximum_concurrent_rpcs=4 * (max_streams + SPARE_THREADS),
+            interceptors=[_Doorkeeper(self._is_ours, self._refuse_stranger)],
         )
         self._server.add_generic_rpc_handlers((self._handlers(),))
 
@@ -193,17 +215,21 @@ class ExchangeServer:
                 del self._streams[stream]
 
     def _admit(self, context: Context) -> str:
-        """The id of the node that asks; ends the call of one that isn't of this deployment."""
+        """The id of the node that asks."""
         metadata = {key: value for key, value in context.invocation_metadata()}
-        given = metadata.get(wire.SECRET_KEY, "")
-        given_bytes = given.encode() if isinstance(given, str) else given
-        if not hmac.compare_digest(given_bytes, self._secret):
-            self._refuse(
-                context,
-                grpc.StatusCode.UNAUTHENTICATED,
-                "the caller is not of this deployment: its secret is another one, or missing",
-            )
         return str(metadata.get(wire.NODE_KEY, ""))[:128]
+
+    def _is_ours(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """The caller is of this deployment."""
+        given = dict(metadata).get(wire.SECRET_KEY, "")
+        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret)
+
+    def _refuse_stranger(self, message: Any, context: Context) -> NoReturn:
+        self._refuse(
+            context,
+            grpc.StatusCode.UNAUTHENTICATED,
+            "the caller is not of this deployment: its secret is another one, or missing",
+        )
 
     def _refuse(self, context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
         with self._lock:

@@ -19,7 +19,7 @@ from kvtier.workers.outputs import (
 )
 
 HELLO_S = 5.0  # a connection that doesn't say in this time whose it is is cut off
-MAX_STRANGERS = 256  # connections that haven't said it yet: more are cut off at once
+MAX_STRANGERS = 256  # connections that haven't said it yet: for one more the oldest is cut off
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class OutputReceiver:
         self._missing = {worker_id: asyncio.Event() for worker_id in worker_ids}  # set as they connect
         self._current: dict[str, _Connection] = {}  # of the workers that are connected
         self._connections: set[_Connection] = set()
+        self._strangers: dict[_Connection, None] = {}  # of these, those that have not said who they are
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> str:
@@ -88,11 +89,14 @@ class OutputReceiver:
 
     # ---- called by connections -----------------------------------------------------------------------------------
 
-    def opened(self, connection: _Connection) -> str:
-        """Why it is to be cut off at once; "" when it may stay."""
+    def opened(self, connection: _Connection) -> None:
+        """A worker says hello at once, so that strangers, however many, keep none out: the oldest one goes."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cut_off(f"{MAX_STRANGERS} connections have said no hello yet")
         self._connections.add(connection)
-        strangers = len(self._connections) - len(self._current)
-        return f"{strangers} connections have said no hello yet" if strangers > MAX_STRANGERS else ""
+        self._strangers[connection] = None
 
     def greeted(self, connection: _Connection, frame: bytes) -> str:
         """The worker that a connection's first frame is from. Raises ValueError when it is none of ours."""
@@ -101,6 +105,7 @@ class OutputReceiver:
             raise ValueError("it doesn't know the secret")
         if hello.worker_id not in self._missing:
             raise ValueError(f"no worker {hello.worker_id!r} is expected")
+        self._strangers.pop(connection, None)
         self._missing.pop(hello.worker_id).set()
         self._current[hello.worker_id] = connection
         return hello.worker_id
@@ -111,6 +116,7 @@ class OutputReceiver:
 
     def closed(self, connection: _Connection, worker_id: str | None, reason: str) -> None:
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
         if worker_id is not None and self._current.get(worker_id) is connection:
             del self._current[worker_id]
             self._on_lost(worker_id, reason)
@@ -128,11 +134,9 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
-        if refusal := self._receiver.opened(self):
-            self._cut_off(refusal)
-            return
+        self._receiver.opened(self)
         self._deadline = asyncio.get_running_loop().call_later(
-            HELLO_S, self._cut_off, f"no hello in {HELLO_S:g} s"
+            HELLO_S, self.cut_off, f"no hello in {HELLO_S:g} s"
         )
 
     def data_received(self, data: bytes) -> None:
@@ -151,10 +155,11 @@ class _Connection(asyncio.Protocol):
                 else:
                     read.append((self._worker_id, unpack_outputs(frame)))
         except ValueError as error:
-            self._cut_off(str(error))
+            self.cut_off(str(error))
         return read
 
-    def _cut_off(self, why: str) -> None:
+    def cut_off(self, why: str) -> None:
+        """End it at once."""
         log.warning("a connection to the output port is cut off: %s", why)
         self._end_deadline()
         if self._transport is not None:

@@ -32,6 +32,8 @@ from kvtier.tier.messages import Arena, Grant, Hello, Refused, ToNode, ToWorker,
 MAX_FRAME_BYTES = 16 * 2**20  # twice the longest message (message_parts.py); anything longer is garbage
 MAX_UNSENT_BYTES = 32 * 2**20  # a peer that lets so much pile up is not reading
 MAX_CONNECTIONS = 256  # well below a process's usual 1,024 descriptors
+HELLO_S = 10.0  # a connection that hasn't said Hello by then is dropped: NodeClient says it at once
+MAX_STRANGERS = 64  # connections that haven't said it yet: for one more the oldest is dropped
 MAX_PATH_BYTES = 107  # sun_path, without its zero
 MAX_ARENAS = MAX_CONNECTIONS  # that a worker keeps descriptors of, until it opens them
 ACCEPT_AGAIN_S = 1.0  # after the process had no descriptor or memory left for one more connection
@@ -194,6 +196,7 @@ class NodeServer:
         self._by_ref: dict[WorkerRef, _Connection] = {}
         self._lenders: dict[str, _Connection] = {}  # by incarnation
         self._connections: dict[_Connection, None] = {}
+        self._strangers: dict[_Connection, float] = {}  # no Hello yet; when each is dropped, the oldest first
         self._to_flush: dict[_Connection, None] = {}
         self._heard: list[Heard] = []  # in the order in which it happened, of all connections
         folder = os.path.dirname(self.path) or "."
@@ -221,14 +224,14 @@ class NodeServer:
     def poll(self, timeout_s: float | None) -> list[Heard]:
         """Send what waits, then wait for workers to speak; returns at `wake`, at `timeout_s`, or with what they said."""
         self.flush()
-        for key, events in self._selector.select(self._accept_again(timeout_s)):
+        for key, events in self._selector.select(self._expire(self._accept_again(timeout_s))):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
             else:
                 connection: _Connection = key.data
-                if events & selectors.EVENT_READ:
+                if events & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
                 if events & selectors.EVENT_WRITE and connection in self._connections:
                     self._to_flush[connection] = None
@@ -286,6 +289,7 @@ class NodeServer:
             connection.socket.close()
             connection.close_fds()
         self._connections = {}
+        self._strangers = {}
         self._by_ref = {}
         self._lenders = {}
         if os.path.lexists(self.path):
@@ -316,6 +320,8 @@ class NodeServer:
         _, uid, _ = _CREDENTIALS.unpack(
             peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._drop_stranger(f"{MAX_STRANGERS} connections have said no Hello yet")
         if uid != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
             self.notes.append(f"a connection of user {uid} to the cache's socket was refused")
             peer.close()
@@ -323,7 +329,22 @@ class NodeServer:
         peer.setblocking(False)
         connection = _Connection(peer)
         self._connections[connection] = None
+        self._strangers[connection] = time.monotonic() + HELLO_S
         self._selector.register(peer, selectors.EVENT_READ, connection)
+
+    def _expire(self, timeout_s: float | None) -> float | None:
+        """Drop those whose time for a Hello is up; how long `poll` may wait."""
+        while self._strangers:
+            left_s = next(iter(self._strangers.values())) - time.monotonic()
+            if left_s > 0:
+                return left_s if timeout_s is None else min(timeout_s, left_s)
+            self._drop_stranger(f"it has said no Hello in {HELLO_S:g} s")
+        return timeout_s
+
+    def _drop_stranger(self, reason: str) -> None:
+        """The oldest one."""
+        self.notes.append(f"a peer is disconnected from the cache: {reason}")
+        self._drop(next(iter(self._strangers)))
 
     def _accept_again(self, timeout_s: float | None) -> float | None:
         """Try to accept, where it is time for that after a failure; how long `poll` may wait."""
@@ -379,6 +400,7 @@ class NodeServer:
                     raise Garbage(f"an arena with {len(connection.arena_fds)} descriptors")
                 self._lenders.setdefault(ref.incarnation, connection)
             connection.ref = ref
+            del self._strangers[connection]
             self._by_ref[ref] = connection
         if connection.ref is None:
             raise Garbage("a message before Hello")
@@ -421,6 +443,7 @@ class NodeServer:
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection]
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.close_fds()

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 from peer_stub import SECRET, StubNode, exchange, key_of, payload_of, stub
 from waiting import until
 
-from kvtier.cluster import exchange_channels
+from kvtier.cluster import exchange_channels, exchange_wire
 from kvtier.cluster.exchange import PageExchangeProcess
 from kvtier.cluster.exchange_wire import TlsFiles
 from kvtier.tier.page import PACKED_ENVELOPE_BYTES
@@ -64,6 +65,31 @@ def test_pages_come_whole_in_all_sizes(stack: ExitStack, tmp_path: Path, same_ho
     if same_host == "off":
         served = until(lambda: world.there.stats()["served"].get("home"), "it is counted")
         assert served["calls"] == 1
+
+
+def test_calls_of_strangers_that_send_nothing_hold_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
+    """Each held a thread until its message came: twenty of them kept all peers out."""
+    world = pair(stack, tmp_path)
+    world.away.put(0)
+    never = threading.Event()
+    stack.callback(never.set)
+
+    def nothing() -> Iterator[bytes]:
+        never.wait()
+        yield from ()
+
+    channel = stack.enter_context(grpc.insecure_channel(world.address))
+    calls = [
+        channel.stream_stream(method)(nothing()) for method in (exchange_wire.MEET, exchange_wire.FETCH) * 50
+    ]
+
+    codes = {call.code() for call in calls}
+    fetch = world.home.order("away", world.address, range(1))
+
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+    assert world.home.ended(fetch).failed == []
+    garbage = channel.unary_stream(exchange_wire.FETCH)(b"\xff\xff\xff")
+    assert garbage.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("same_host", ["off", "auto"])

@@ -168,14 +168,33 @@ def test_no_more_strangers_are_let_in_than_there_may_be(
     with ExitStack() as stack:
         first, second = (stack.enter_context(listening.stranger()) for _ in range(2))
         assert eventually(lambda: len(listening.receiver._connections) == 2)
-        assert _is_closed(stack.enter_context(listening.stranger()))
-        first.close()
-        assert eventually(lambda: len(listening.receiver._connections) == 1)
+        third = stack.enter_context(listening.stranger())
+        assert _is_closed(first), "the oldest one makes room"
+        assert eventually(lambda: len(listening.receiver._connections) == 2)
 
         sender = listening.connect("w0")
         listening.wait_complete(10.0, "w0")
+        assert _is_closed(second)
         sender.close()
-        second.close()
+        third.close()
+
+
+def test_strangers_that_come_again_and_again_keep_no_worker_out(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_outputs, "MAX_STRANGERS", 16)
+    with ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(listening.stranger())
+        sender = listening.connect("w0")
+        for _ in range(8):
+            stack.enter_context(listening.stranger())
+
+        listening.wait_complete(10.0, "w0")
+        sender.send([WHOLE])
+        assert eventually(lambda: len(listening.taken) == 1)
+        assert eventually(lambda: len(listening.receiver._connections) <= 17)
+        sender.close()
 
 
 def test_an_error_of_who_takes_outputs_is_not_taken_for_junk(

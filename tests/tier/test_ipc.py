@@ -9,7 +9,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,35 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert len(first.store(0, 1)) == 1
         wait_until(lambda: any("was refused" in note for note in service.notes()))
         first.close()
+
+
+def test_a_connection_that_says_no_hello_is_dropped_and_one_that_said_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "HELLO_S", 0.2)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        with raw_socket(tmp_path) as silent, raw_socket(tmp_path) as halfway:
+            halfway.sendall(frame(HELLO)[:-1])
+            assert ends(silent) and ends(halfway)
+
+        assert len(peer.store(0, 1)) == 1
+        peer.close()
+        wait_until(lambda: sum("has said no Hello in 0.2 s" in note for note in service.notes()) == 2)
+
+
+def test_silent_connections_however_many_keep_no_worker_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(ipc, "MAX_CONNECTIONS", 4)
+    with running(tmp_path), ExitStack() as stack:
+        silent = [stack.enter_context(raw_socket(tmp_path)) for _ in range(6)]
+        peer = Peer(tmp_path)
+
+        assert len(peer.store(0, 1)) == 1
+        assert all(map(ends, silent[:3])), "the oldest ones make room"
+        peer.close()
 
 
 def test_a_worker_that_makes_the_node_say_too_much_is_disconnected(
