@@ -38,7 +38,7 @@ from kvtier.cluster.gateway_status import Condition
 from kvtier.cluster.gateway_streams import Attempt, usage_message
 from kvtier.cluster.gateway_workers import Worker
 from kvtier.proto import cache_pb2, inference_pb2
-from kvtier.tier.base import PageInfo
+from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
 from kvtier.tier.outcomes import ManyOutcomes
@@ -268,6 +268,11 @@ class CacheVerbs:
         answers, parts = await self._clearer.clear(asked, tenant, number, WORK_S)
         reply = await _of_all([(owner, answer.pages) for owner, answer in answers])
         reply.parts.extend([*self._unattached(), *parts])
+        if any(part.outcome != cache_pb2.OUTCOME_ACCEPTED and not part.pages for part in reply.parts):
+            # It may have any of these pages too, and doesn't say: none of them is known to be gone.
+            done = reply.counts.pop(Outcome.ACCEPTED.value, 0)
+            if done:
+                reply.counts[Outcome.DEFERRED.value] += done
         return reply
 
     def _unattached(self) -> list[cache_pb2.PartOutcome]:

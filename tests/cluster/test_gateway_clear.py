@@ -100,6 +100,15 @@ def test_a_part_that_says_nothing_is_named_and_told_again_until_it_has_heard(
     until(lambda: node.applied.of(DEFAULT) == worker.applied.of(DEFAULT) == number, "both have heard", 10)
 
 
+def test_no_page_counts_as_cleared_while_a_node_that_may_have_it_has_not_said_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(served.endpoint) as client:
+        assert client.pages_clear(tenant="default")["counts"] == {"ACCEPTED": 3}
+        monkeypatch.setattr(port(served, 0), "clear", gone)
+        assert client.pages_clear(tenant="default")["counts"] == {"DEFERRED": 3}
+
+
 def test_what_a_disk_refuses_and_folders_that_no_node_uses_are_named(served: Served) -> None:
     refused = Uncleared(TierName.SSD, "EROFS", "wiping slots in L4 failed: read-only")
     unused = ("/pages/node-7 on here", Uncleared(TierName.SSD, "", "no node that runs uses it"))
