@@ -33,6 +33,7 @@ _TOOL_STOPS = frozenset(
         "[/TOOL_CALLS]",
     }
 )
+_ANSWER = "kvtier's answer"  # stands in a rendered chat for what a model says
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_TOKENS = 32  # a character has at most 4 bytes, so text still broken after so many tokens stays broken
 
@@ -91,6 +92,9 @@ class Text:
         self.tool_stop_ids = tuple(
             sorted(token_id for token_id, token in added.items() if token.content in _TOOL_STOPS)
         )  # of tokens that end a call of a tool; () where the model has none
+        self.end_ids = (
+            self._ends()
+        )  # of tokens that end an answer: the tokenizer's own, and the chat template's
         self._pieces: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
         self._is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
         self.max_token_bytes = self._longest_token()  # of text, that one token can stand for
@@ -150,6 +154,26 @@ class Text:
         ids: list[int] = encoding.ids
         return ids
 
+    def _ends(self) -> tuple[int, ...]:
+        own = self._tokenizer.eos_token_id
+        ends = {own} if isinstance(own, int) else set()
+        turn = self._turn_end()
+        return tuple(sorted(ends if turn is None else ends | {turn}))
+
+    def _turn_end(self) -> int | None:
+        """The special token that a chat template puts behind an answer, which a model was taught to end with."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            rendered = self._render(turns, add_generation_prompt=False) if self.chat_template_digest else ""
+        except TextError:
+            return None  # this template takes no such chat
+        _, answered, behind = rendered.rpartition(_ANSWER)
+        added = self._backend.get_added_tokens_decoder()
+        named = [
+            i for i in self._special if added[i].content and behind.lstrip().startswith(added[i].content)
+        ]
+        return max(named, key=lambda i: len(added[i].content), default=None) if answered else None
+
     def _longest_token(self) -> int:
         learned = self._backend.get_vocab(with_added_tokens=False)
         added = (token.content for token in self._backend.get_added_tokens_decoder().values())
@@ -164,9 +188,14 @@ class Text:
         """
         if not self.has_chat_template:
             raise TextError("the model has no chat template")
+        return self._render(messages, add_generation_prompt=True)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # templates are programs of the model's makers and raise what they like
             raise TextError(f"the model's chat template refuses these messages: {error}") from error

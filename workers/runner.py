@@ -58,7 +58,7 @@ from kvtier.workers.model_lean import (
 )
 from kvtier.workers.model_mla import LatentModel
 from kvtier.workers.model_store import default_cache
-from kvtier.workers.model_text import tokenizer_digest
+from kvtier.workers.model_text import Text, TextError, tokenizer_digest
 from kvtier.workers.model_transformers import TransformersModel
 from kvtier.workers.model_versions import versions
 from kvtier.workers.model_weights import Checkpoint
@@ -263,6 +263,7 @@ def load_runner(
         max_batch_tokens=max_batch_tokens,
         fixed_rows=FIXED_ROWS if invariant and not model.invariant else 0,
         fields=_fields(folder, shape, dtype, invariant, epoch, cache, computed_by),
+        eos_ids=_end_ids(folder, shape) if share.rank == 0 else (),
         tokenizer=tokenizer_digest(folder),
         window=window,
         sinks=sinks,
@@ -272,6 +273,17 @@ def load_runner(
 
         warm_up(runner)
     return runner
+
+
+def _end_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+    """Ids in the vocabulary that end a sequence: those of the configs, the tokenizer, and the chat template."""
+    try:
+        text = Text.load(folder)
+    except TextError as error:
+        log.warning("sequences end as the model's configs say, not as its tokenizer does: %s", error)
+        text = None
+    ids = dict.fromkeys([*shape.eos_ids, *(text.end_ids if text else ())])
+    return tuple(token_id for token_id in ids if 0 <= token_id < shape.vocab_size)
 
 
 def _device(share: Share) -> torch.device:
@@ -468,6 +480,7 @@ class Runner:
         max_batch_tokens: int,
         fixed_rows: int,
         fields: dict[str, str],
+        eos_ids: tuple[int, ...],
         tokenizer: str,
         window: int,
         sinks: int,
@@ -481,7 +494,7 @@ class Runner:
         self.page_tokens = groups[0].specs[recipe.write].page_tokens
         self.vocab_size = shape.vocab_size
         self.max_context = max_context
-        self.eos_ids = shape.eos_ids
+        self.eos_ids = eos_ids
         self.model_name = model_name
         self.dtype = dtype
         self.arena = arena

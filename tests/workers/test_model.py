@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from gateway_kit import EOS, IM_START, TEMPLATE, make_byte_tokenizer
 from kernel_kit import COMPILED, KINDS, Kind
 from runner_kit import Pool, Sequence, feed, random_tokens, runner_of, step
 from transformers import AutoModelForCausalLM
@@ -323,3 +325,17 @@ def test_end_tokens_come_from_the_generation_config(folders: dict[str, Path], tm
     assert read_shape(tmp_path).eos_ids == (3,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read_shape(tmp_path).eos_ids == (7, 8)
+
+
+def test_a_runner_ends_sequences_as_configs_tokenizer_and_chat_template_say(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Ids outside the vocabulary can't come, so they end nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama"], folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9999, -1]}')
+    template = TEMPLATE.replace("<|im_end|>", "<|im_start|>")
+    make_byte_tokenizer(folder, template=template)
+
+    with runner_of(folder) as runner:
+        assert runner.eos_ids == (7, EOS, IM_START)

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from gateway_kit import EOS, IM_START, make_byte_tokenizer, make_piece_tokenizer
+from gateway_kit import EOS, IM_START, TEMPLATE, make_byte_tokenizer, make_piece_tokenizer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -249,6 +249,32 @@ def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
     assert not text.has_chat_template
     with pytest.raises(TextError, match="no chat template"):
         text.encode_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (TEMPLATE, (EOS,)),
+        (TEMPLATE.replace("<|im_end|>", "<|eot|>"), (EOS, IM_START + 1)),
+        (TEMPLATE.replace("<|im_end|>", " <|eot|><|eot|>"), (EOS, IM_START + 1)),
+        (TEMPLATE.replace("<|im_end|>", "<|word|>"), (EOS,)),  # no special token
+        (TEMPLATE.replace("<|im_end|>", "\nUser: "), (EOS,)),
+        ("{{ raise_exception('no answers') }}", (EOS,)),
+        ("", (EOS,)),
+    ],
+)
+def test_an_answer_ends_with_the_tokenizers_end_and_what_the_chat_template_puts_behind_answers(
+    tmp_path: Path, template: str, ends: tuple[int, ...]
+) -> None:
+    folder = make_byte_tokenizer(tmp_path, template=template, more=["<|eot|>", "<|word|>"])
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"][2]["special"] = True
+    file.write_text(json.dumps(tokenizer))
+    text = Text.load(folder)
+
+    assert text is not None
+    assert text.end_ids == ends
 
 
 def test_a_folder_without_tokenizer_gives_none_and_an_empty_digest(tmp_path: Path) -> None:
