@@ -10,8 +10,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import torch
-
 log = logging.getLogger(__name__)
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
@@ -33,6 +31,8 @@ def resolve_model(path: str, cache_dir: Path) -> Path:
             raise FileNotFoundError(f"no such GGUF file: {path}")
         folder = cache_dir / "models" / f"{local.stem}-{file_digest(local)[:16]}"
         if not folder.is_dir():
+            from kvtier.workers.model_gguf import convert_gguf
+
             convert_gguf(local, folder)
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or not path:
@@ -55,60 +55,6 @@ def _from_hub(name: str) -> Path:
         raise FileNotFoundError(
             f"model {name!r} is no local folder and no usable hub id ({first}); {_WAY_OUT}"
         ) from error
-
-
-def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model as a Hugging Face folder: float32 safetensors, config, tokenizer, chat template.
-
-    The weights are exactly what the quantized values stand for. `folder` appears whole or not at all.
-    Raises ValueError when the file is no GGUF file or its architecture is unknown.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        staged = Path(scratch) / "model"
-        _write_converted(gguf, staged)
-        try:
-            staged.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            log.info("%s was converted by another process at the same time", gguf)
-
-
-def _write_converted(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where, name = str(gguf.parent), gguf.name
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{gguf} is no GGUF file")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise ValueError(f"can't convert {gguf}: {error}") from error
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = type(model)(config)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-    _restore_pre_tokenizer(tokenizer, gguf)
-    tokenizer.save_pretrained(folder)
-
-
-def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
-    """SmolLM splits digits one by one before byte-level merges; the GGUF reader of transformers drops that step."""
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

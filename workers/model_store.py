@@ -310,7 +310,7 @@ def _convert(weights: Path, folder: Path, progress: Progress) -> None:
     """Convert in a process of its own, whose memory (and whose libraries' chatter) goes with it."""
     progress("converting to a Hugging Face folder", 0, None)
     code = (
-        "import sys, pathlib; from kvtier.workers.model_files import convert_gguf; "
+        "import sys, pathlib; from kvtier.workers.model_gguf import convert_gguf; "
         "convert_gguf(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
     )
     with tempfile.TemporaryFile("w+") as said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -22,9 +23,10 @@ from kvtier.kernels.ops import BuildError, Format, choose_kernels
 from kvtier.tier.identity import root_key
 from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import Recipe
-from kvtier.workers import model_files
+from kvtier.workers import model_files, model_gguf
 from kvtier.workers.formats import FORMAT_CODES, layout_of
-from kvtier.workers.model_files import convert_gguf, resolve_model, weights_fingerprint
+from kvtier.workers.model_files import resolve_model, weights_fingerprint
+from kvtier.workers.model_gguf import KNOWN_SPLITS, convert_gguf, pre_tokenizer
 from kvtier.workers.runner import (
     GroupPages,
     Runner,
@@ -327,7 +329,7 @@ def test_fixed_tiles_keep_each_row_its_context_and_its_pages_of_all_groups() -> 
     assert tiles[1].token_ids[:4].tolist() == [16, 17, 18, 19] and not tiles[1].token_ids[4:].any()
 
 
-def write_gguf(path: Path, folder: Path) -> None:
+def write_gguf(path: Path, folder: Path, pre: str = "smollm") -> None:
     """A tiny Llama as a GGUF file, as its converters write it: q and k with the halves of each head interleaved."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -344,7 +346,8 @@ def write_gguf(path: Path, folder: Path) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     words = ["<|endoftext|>"] + [chr(33 + i) for i in range(94)] + ["Ġ", "Ċ", "ab", "12"]
     words += [f"<extra{i}>" for i in range(config["vocab_size"] - len(words))]
     writer.add_token_list(words)
@@ -388,7 +391,7 @@ def test_a_gguf_file_is_converted_once_to_the_same_weights(
     write_gguf(tmp_path / "tiny.gguf", tiny_llama)
 
     folder = resolve_model(str(tmp_path / "tiny.gguf"), tmp_path / "cache")
-    monkeypatch.setattr(model_files, "convert_gguf", lambda gguf, folder: pytest.fail("converted twice"))
+    monkeypatch.setattr(model_gguf, "convert_gguf", lambda gguf, folder: pytest.fail("converted twice"))
     again = resolve_model(str(tmp_path / "tiny.gguf"), tmp_path / "cache")
 
     assert again == folder and folder.parent == tmp_path / "cache" / "models"
@@ -408,6 +411,49 @@ def test_a_converted_smollm_tokenizer_splits_digits(tiny_llama: Path, tmp_path: 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
 
     assert tokenizer.tokenize("ab12") == ["ab", "1", "2"]
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "default", ""])
+def test_a_gguf_file_whose_tokenizer_splits_text_in_an_unknown_way_is_refused_by_name(
+    tiny_llama: Path, tmp_path: Path, pre: str
+) -> None:
+    """It would else be split as GPT-2's text is, and every prompt be read in other tokens than the model knows."""
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama, pre)
+
+    said = f"its tokenizer splits text by '{pre}'" if pre else "doesn't say how it splits text"
+    with pytest.raises(ValueError, match=rf"can't convert .*tiny.gguf: .*{said} .*known: .*qwen2"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "models" / "tiny")
+
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["It", "'S", " ", " 1234"[:1], "123", "4", "\n\n", "x"]),
+        ("qwen2", ["It", "'S", " ", " ", "1", "2", "3", "4", "\n\n", "x"]),
+        ("gpt-4o", ["It'S", " ", " ", "123", "4", "\n\n", "x"]),
+        ("tekken", ["It", "'S", " ", " ", "1", "2", "3", "4", "\n\n", "x"]),
+        ("gpt-2", ["It", "'", "S", " ", " 1234", "\n", "\n", "x"]),
+        ("smollm", ["It", "'", "S", "  ", "1", "2", "3", "4", "\n", "\n", "x"]),
+        ("falcon", ["It", "'", "S", " ", " ", "123", "4", "\n", "\n", "x"]),
+    ],
+)
+def test_text_is_split_as_the_name_of_a_gguf_tokenizer_says(pre: str, pieces: list[str]) -> None:
+    split = pre_tokenizer(pre).pre_tokenize_str("It'S  1234\n\nx")
+
+    assert ["".join(part).replace("\u0120", " ").replace("\u010a", "\n") for part, _ in split] == pieces
+
+
+@pytest.mark.parametrize("pre", KNOWN_SPLITS)
+def test_a_split_loses_no_character(pre: str) -> None:
+    text = "Hello, W\u00f6rld! it's 12,345.678 \u4f60\u597d\r\n\t \N{GRINNING FACE}a_b <tag/> \u0e01\u0e33  "
+
+    split = pre_tokenizer(pre).pre_tokenize_str(text)
+
+    spans = [span for _, span in split]
+    assert spans[0][0] == 0 and spans[-1][1] == len(text)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
