@@ -109,7 +109,7 @@ class Run:
         self, stack: ExitStack, shared: list[Deployment], folder: Path, model: Path, right: Reference
     ) -> Iterator[tuple[str, Callable[[random.Random, int], None]]]:
         for fault in self._rng.sample([*FAULTS, *OWN_FAULTS], len(FAULTS) + len(OWN_FAULTS)):
-            if self._only not in fault.name:
+            if not re.search(self._only, fault.name):
                 continue
             if isinstance(fault, OwnFault):
                 yield fault.name, partial(_alone, fault, folder, model, right)
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all choices; default: a new one")
     parser.add_argument("--rounds", type=int, default=3, help="each tries every fault once")
     parser.add_argument("--minutes", type=float, default=60.0, help="no fault is begun after that")
-    parser.add_argument("--only", default="", help="faults whose name has this in it")
+    parser.add_argument("--only", default="", help="faults whose name has this pattern in it")
     parser.add_argument("--report", type=Path, help="a document to whose table the counts are added")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if given.seed is None else given.seed
