@@ -193,13 +193,16 @@ def silent_at_home(scene: Scene) -> None:
     """The exchange that a node fetches by stands still: the node's orders are not answered."""
     asked = scene.questions(6, MIDDLE, 8)
     scene.spread(asked, "worker-0")
-    before = scene.late_pages("cache node node-1")
+    before = scene.ordered_pages("cache node node-1")
     with scene.there.stopped("exchange of node-1"):
         scene.ask(asked, "worker-1")
-        was_late = scene.late_pages("cache node node-1") > before
+    scene.there.settled()
+    ordered = (
+        scene.ordered_pages("cache node node-1") - before
+    )  # while it stood still: nothing was asked for since
     scene.fetches_again()
     scene.end(asked)
-    if not was_late:
+    if not ordered:
         raise Missed("no order was given")
 
 

@@ -183,9 +183,10 @@ class Scene:
     def tier(self, name: str, field: str) -> Any:
         return self.there.client.stats()["tiers"][name][field]
 
-    def late_pages(self, node: str) -> int:
-        """Pages that a node had ordered from others, and gave up since they did not come in time."""
-        return int(self.there.ask(node, "stats")["fetches"]["failed_pages"].get("deadline", 0))
+    def ordered_pages(self, node: str) -> int:
+        """Pages that a node had ordered from others, and that came or that it was told of as not coming."""
+        fetches = self.there.ask(node, "stats")["fetches"]
+        return int(fetches["fetched_pages"] + fetches["fetch_failed_pages"])
 
     def notes(self, text: str) -> int:
         """Notes of all nodes that say this."""
