@@ -88,5 +88,5 @@ def flip_bit(path: Path, offset: int, bit: int) -> None:
 
 def used_on_disk(folder: Path) -> int:
     """Bytes that a folder's files take, by their length or their blocks, whichever is more."""
-    stats = [path.stat() for path in folder.iterdir()]
+    stats = [path.stat() for path in folder.rglob("*")]
     return sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats)

@@ -14,7 +14,8 @@ from tier_pages import VARIANT, entry_of, page_key, write_page
 
 from kvtier.tier.base import CatalogueEntry, Place
 from kvtier.tier.page import slot_bytes
-from kvtier.tier.ssd import Store, open_ssd
+from kvtier.tier.ssd import open_ssd
+from kvtier.tier.ssd_layout import Store
 
 BATCH = 4
 

@@ -6,7 +6,7 @@ A tier's owner decides (coordinator.py), a tier obeys: it moves bytes to and fro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -42,14 +42,19 @@ class SegmentAllocator:
     Invariant: used_bytes == sum of the slot sizes handed out <= capacity_bytes.
     """
 
-    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, segment_bytes: int, segments: Sequence[int] | None = None
+    ) -> None:
+        """`segments` are their numbers, where they aren't 0, 1, 2 ..."""
         if segment_bytes <= 0 or capacity_bytes < 0:
             raise ValueError(f"capacity {capacity_bytes} and segment {segment_bytes} must be positive")
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = segment_bytes
         self.num_segments = capacity_bytes // segment_bytes
         self.used_bytes = 0
-        self._free_segments: list[int] = list(range(self.num_segments - 1, -1, -1))
+        self._numbers = range(self.num_segments) if segments is None else sorted(segments)
+        assert len(self._numbers) == self.num_segments
+        self._free_segments: list[int] = list(reversed(self._numbers))
         self._slot_bytes: dict[int, int] = {}  # segment -> its slot size
         self._free: dict[int, dict[int, None]] = {}  # segment -> free slots, next one last
         # slot size -> segments with a free slot to hand out, in order of opening; no size without any
@@ -158,7 +163,7 @@ class SegmentAllocator:
         used = 0
         for segment, slot_bytes in self._slot_bytes.items():
             slots, free = self.segment_bytes // slot_bytes, self._free[segment]
-            assert 0 <= segment < self.num_segments and len(free) < slots, f"segment {segment} is free"
+            assert len(free) < slots, f"segment {segment} is free"
             assert all(0 <= index < slots for index in free), f"segment {segment} frees slots it hasn't"
             is_open = bool(free) and segment not in self._closed
             assert is_open == (segment in self._open.get(slot_bytes, {})), f"segment {segment} open or not"
@@ -166,7 +171,7 @@ class SegmentAllocator:
         assert used == self.used_bytes <= self.capacity_bytes, f"{self.used_bytes} used, {used} counted"
         assert all(self._open.values()) and self._closed <= self._slot_bytes.keys()
         assert self._segments == Counter(self._slot_bytes.values())
-        assert sorted([*self._free_segments, *self._slot_bytes]) == list(range(self.num_segments))
+        assert sorted([*self._free_segments, *self._slot_bytes]) == list(self._numbers)
 
 
 class Tier(Protocol):

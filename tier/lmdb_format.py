@@ -3,7 +3,7 @@
 LMDB maps its file and believes it; a flipped bit in a page number, a size or the free list crashes the process or
 makes it overwrite live pages later. This reads the format of LMDB 0.9 (data version 1, `mdb.c`: MDB_page, MDB_node,
 MDB_meta) and requires what LMDB takes for granted: each page is where it says it is, is used once, and is not free.
-Values aren't looked at; they have their own checksums.
+Values are handed to `visit` and not looked at; they have their own checksums.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 0x01, 0x02, 0x04, 0x08
 _BIG_DATA = 0x01  # the node's data is the number of an overflow page
 _NO_ROOT = 2**64 - 1
+_NO_SUBDIR, _INTEGER_KEY = (
+    0x4000,
+    0x08,
+)  # flags: the file's, which lie in its free list's record, and that list's own
 _MAX_DEPTH = 32
 
 
@@ -31,13 +35,24 @@ class Damaged(Exception):
     """The file isn't a sound LMDB database; the message says where."""
 
 
-def check_database(path: Path) -> None:
-    """Raise Damaged unless LMDB can use this file safely; OSError when it can't be read."""
-    if not path.exists():
-        raise Damaged(f"{path.name} is gone")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+Visit = Callable[[bytes, Callable[[], bytes]], None]
+
+
+def _ignore(key: bytes, data: Callable[[], bytes]) -> None:
+    pass
+
+
+def check_database(path: Path, visit: Visit = _ignore) -> None:
+    """Raise Damaged unless LMDB can use this file safely; OSError when it can't be read.
+
+    `visit` is given each key and a call for its value, in the order of the keys, before it is known that all is sound.
+    """
     try:
-        _Reader(fd, path.name).check()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is gone") from None
+    try:
+        _Reader(fd, path.name).check(visit)
     finally:
         os.close(fd)
 
@@ -51,7 +66,7 @@ class _Reader:
         self.page_bytes = 0
         self.used = bytearray()
 
-    def check(self) -> None:
+    def check(self, visit: Visit) -> None:
         head = os.pread(self.fd, 4096, 0)
         if len(head) < 4096:
             raise self._damaged("it is shorter than a page")
@@ -62,7 +77,7 @@ class _Reader:
         _, last_page, free, main = max((self._meta(number) for number in (0, 1)), key=lambda meta: meta[0])
         self.used = bytearray(last_page + 1)
         self.used[:2] = b"\1\1"
-        self._tree(main, lambda key, data: None, integer_keys=False)
+        self._tree(main, visit, integer_keys=False)
         free_ids: list[int] = []
         self._tree(free, lambda key, data: free_ids.extend(self._free_ids(data())), integer_keys=True)
         for number in free_ids:
@@ -76,6 +91,8 @@ class _Reader:
             raise self._damaged(f"meta page {number} has magic {magic:x}, version {version}")
         at = _HEAD_BYTES + _META.size
         free, main = _DB.unpack_from(page, at), _DB.unpack_from(page, at + _DB.size)
+        if free[1] & ~_NO_SUBDIR != _INTEGER_KEY or main[1]:
+            raise self._damaged(f"meta page {number} has flags {free[1]:#x}, {main[1]:#x}")
         last_page, transaction = _TAIL.unpack_from(page, at + 2 * _DB.size)
         # A file may end before `last_page`, where the last pages are free and were never written; not by much.
         if last_page < 1 or last_page > 4 * (os.fstat(self.fd).st_size // self.page_bytes) + 2**20:
@@ -85,7 +102,7 @@ class _Reader:
     def _tree(
         self,
         db: tuple[int, ...],
-        visit: Callable[[bytes, Callable[[], bytes]], None],
+        visit: Visit,
         integer_keys: bool,
     ) -> None:
         """Walk a tree in key order; depth, counts and order must be what its record says."""

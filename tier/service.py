@@ -643,6 +643,7 @@ class CacheService:
                 self._note(clears.note)
             self._mover = Mover(self._host, self._ssd, self._l4_path, self._post, self._part_died, clears)
             known, recovered = clears.clears.copy(), self._finish_clears(clears.unfinished)
+            self._ssd.watch(lambda text: self._post([Note(text)]))
         now = time.monotonic()
         self._coordinator = Coordinator(
             node_id=self.node_id,

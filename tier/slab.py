@@ -12,8 +12,10 @@ import os
 import re
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,7 @@ _STAMP_MAGIC = b"KVS1"
 _STAMPED_BYTES = PACKED_ENVELOPE_BYTES + _STAMP.size + 8
 assert _STAMPED_BYTES <= HEADER_BYTES
 _SCAN_BYTES = 2 * 2**20  # of one read of a scan: enough for the disk's full speed
+_HEADERS_ALONE_BYTES = 2**17  # slots from this size on are skipped over quicker than they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,46 +62,71 @@ class _Segment:
 
 
 class SlabFiles:
-    """The slab files of one folder, `num_segments` of `segment_bytes`, each made when it is first written.
+    """The slab files of one folder, of `segment_bytes` each, made when they are first written.
 
     Different slots may be used from different threads at once. `era` goes into the stamp of each slot written; its
     owner raises it.
     """
 
-    def __init__(self, folder: Path, num_segments: int, segment_bytes: int, era: int) -> None:
-        """Take over the files there are; those past `num_segments` are deleted."""
+    def __init__(self, folder: Path, segment_bytes: int, era: int) -> None:
+        """Take over the files there are; `use` says which of them stay."""
         self.era = era
+        self.unreadable = 0  # slots that the latest scan could not read
         self._folder = folder
-        self._num_segments = num_segments
+        self._usable: Collection[int] = ()
         self._segment_bytes = segment_bytes
+        names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
         self.direct = _takes_direct_io(folder)
         self._segments: dict[int, _Segment] = {}
         self._lock = threading.Lock()  # guards making, opening and renaming files; never held during page I/O
         self._edges: deque[mmap.mmap] = deque()  # spare buffers for headers and tails, one per thread at work
         self._names: dict[int, str] = {}
         self._found_bytes: dict[int, int] = {}  # sizes of the files as they were found
-        for name in sorted(os.listdir(folder)):
-            if match := _NAME.fullmatch(name):
-                segment = int(match[1])
-                size = os.stat(folder / name).st_size
-                if segment >= num_segments or segment in self._names or size > segment_bytes:
-                    os.unlink(folder / name)
-                else:
-                    self._names[segment] = name
-                    self._found_bytes[segment] = size
+        self._others: list[str] = []  # files that can't be of use
+        for name in names:
+            segment, size = _number_of(name), os.stat(folder / name).st_size
+            if segment in self._names or size > segment_bytes:
+                self._others.append(name)
+            else:
+                self._names[segment] = name
+                self._found_bytes[segment] = size
+
+    @property
+    def present(self) -> Collection[int]:
+        """Segments that have a file."""
+        return self._names.keys()
+
+    def use(self, segments: Collection[int]) -> None:
+        """These segments may be written from now on; `delete_others` deletes the files of others."""
+        self._usable = frozenset(segments)
+
+    def delete_others(self) -> None:
+        """Delete the files that are of no use."""
+        for number in [number for number in self._names if number not in self._usable]:
+            self._others.append(self._names.pop(number))
+            if (segment := self._segments.pop(number, None)) is not None:
+                os.close(segment.fd)
+        while self._others:
+            os.unlink(self._folder / self._others[-1])
+            self._others.pop()
+
+    def is_gone(self) -> bool:
+        """Whether somebody deleted a file that is in use; what is written there goes nowhere."""
+        with self._lock:
+            return any(os.fstat(segment.fd).st_nlink == 0 for segment in self._segments.values())
 
     @staticmethod
     def is_slab(name: str) -> bool:
         """Whether a slab file could have this name."""
         return _NAME.fullmatch(name) is not None
 
-    @staticmethod
-    def delete_all(folder: Path) -> int:
-        """Delete all slab files of a folder; how many there were."""
-        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
-        for name in names:
-            os.unlink(folder / name)
-        return len(names)
+    def growth(self, place: Place, size: int) -> int:
+        """Bytes by which the files grow when this place is written."""
+        return 0 if place.segment in self._names else self._segment_bytes
+
+    def taken_bytes(self) -> int:
+        """Bytes of the files, as they are when each is whole."""
+        return len(self._names) * self._segment_bytes
 
     def holds(self, place: Place, size: int) -> bool:
         """Whether a slot of `size` bytes lies whole in the files as they were found."""
@@ -157,29 +185,49 @@ class SlabFiles:
         finally:
             self._edges.append(edges)
 
-    def scan(self) -> Iterator[FoundPage]:
-        """Every page that lies whole in the files as they were found: envelope, stamp and checksum are right.
+    def scan(self, verify_s: float) -> Iterator[FoundPage]:
+        """Every page in the files as they were found: envelope and stamp are right, and for `verify_s` the checksum too.
 
-        What the disk refuses to read counts as no page.
+        After that time it goes by the headers, which takes far less: pages are verified when they are read anyway.
         """
+        until = time.monotonic() + verify_s
+        self.unreadable = 0
         for number in sorted(self._names):
             segment = self._for_reading(number)
             size = segment.slot_bytes
             modified_s = os.fstat(segment.fd).st_mtime
-            slots_per_read = max(1, _SCAN_BYTES // size)
+            at_once = max(1, _SCAN_BYTES // size)
             num_slots = self._found_bytes[number] // size
-            with mmap.mmap(-1, slots_per_read * size) as buffer, memoryview(buffer) as out:
-                for first in range(0, num_slots, slots_per_read):
-                    count = min(slots_per_read, num_slots - first)
-                    try:
-                        got = self._read(segment.fd, out[: count * size], first * size)
-                    except OSError:
-                        continue
-                    for index in range(got // size):
-                        with out[index * size : (index + 1) * size] as slot:
-                            page = _whole_page(slot)
+            with mmap.mmap(-1, at_once * size) as buffer, memoryview(buffer) as out:
+                for first in range(0, num_slots, at_once):
+                    verify = time.monotonic() < until
+                    last = min(first + at_once, num_slots)
+                    for index, slot in self._slots(segment, first, last, out, verify):
+                        with slot:
+                            page = _page_in(slot, size, verify)
                         if page is not None:
-                            yield FoundPage(page[0], Place(number, first + index), size, page[1], modified_s)
+                            yield FoundPage(page[0], Place(number, index), size, page[1], modified_s)
+
+    def _slots(
+        self, segment: _Segment, first: int, last: int, out: memoryview, whole: bool
+    ) -> Iterator[tuple[int, memoryview]]:
+        """These slots, or, where that is quicker, their headers. What can't be read is counted and left out."""
+        size = segment.slot_bytes
+        if whole or size < _HEADERS_ALONE_BYTES:
+            got: int | None = None
+            with suppress(OSError):  # then it is read in parts
+                got = self._read(segment.fd, out[: (last - first) * size], first * size)
+            if got is not None:
+                for at in range(got // size):
+                    yield first + at, out[at * size : (at + 1) * size]
+                return
+        wanted = size if whole else HEADER_BYTES
+        for index in range(first, last):
+            try:
+                if self._read(segment.fd, out[:wanted], index * size) == wanted:
+                    yield index, out[:wanted]
+            except OSError:
+                self.unreadable += 1
 
     def sync(self) -> None:
         """Have the disk's own cache written out."""
@@ -224,8 +272,8 @@ class SlabFiles:
         segment = self._segments.get(number)
         if segment is not None and segment.slot_bytes == size and segment.is_allocated:
             return segment
-        if not 0 <= number < self._num_segments:
-            raise IndexError(f"segment {number} is past the {self._num_segments} there are")
+        if number not in self._usable:
+            raise IndexError(f"segment {number} is none of the {len(self._usable)} there are")
         with self._lock:
             name = f"slab-{number:05d}.{size}"
             if (old := self._names.get(number)) not in (None, name):
@@ -235,9 +283,23 @@ class SlabFiles:
             if (segment := self._segments.get(number)) is None:
                 segment = self._open(number, name)
             segment.slot_bytes = size
-            os.posix_fallocate(segment.fd, 0, self._segment_bytes)
-            segment.is_allocated = True
+            if not segment.is_allocated:
+                self._allocate(number, segment)
             return segment
+
+    def _allocate(self, number: int, segment: _Segment) -> None:
+        """Have the disk set aside all of a segment. What a disk that is full gave of it is given back."""
+        before = os.fstat(segment.fd).st_size
+        try:
+            os.posix_fallocate(segment.fd, 0, self._segment_bytes)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(segment.fd, before)
+                if not before:
+                    os.unlink(self._folder / self._names.pop(number))
+                    os.close(self._segments.pop(number).fd)
+            raise
+        segment.is_allocated = True
 
     def _open(self, number: int, name: str) -> _Segment:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
@@ -278,6 +340,10 @@ class SlabFiles:
         return got
 
 
+def _number_of(name: str) -> int:
+    return int(name[5:10])
+
+
 def _slot_bytes_of(name: str) -> int:
     return int(name.rpartition(".")[2])
 
@@ -295,26 +361,33 @@ def _unstamp(header: memoryview) -> tuple[Envelope, int]:
     return Envelope.unpack(head), int(era)
 
 
-def _whole_page(slot: memoryview) -> tuple[Envelope, int] | None:
-    """Envelope and era of the page in a slot, when all of it is right."""
+def _page_in(slot: memoryview, size: int, verify: bool) -> tuple[Envelope, int] | None:
+    """Envelope and era of the page in a slot of `size` bytes, of which the header is enough if it isn't verified."""
     try:
         envelope, era = _unstamp(slot)
-        if slot_bytes(envelope.payload_bytes) != len(slot):
+        if slot_bytes(envelope.payload_bytes) != size:
             return None
-        with slot[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes] as payload:
-            envelope.verify(payload)
+        if verify:
+            with slot[HEADER_BYTES : HEADER_BYTES + envelope.payload_bytes] as payload:
+                envelope.verify(payload)
     except PageCorrupt:
         return None
     return envelope, era
 
 
 def _takes_direct_io(folder: Path) -> bool:
-    """Whether files here take O_DIRECT in 4 KiB units; file systems in memory and on networks may not."""
+    """Whether files here take O_DIRECT in 4 KiB units; file systems in memory and on networks may not.
+
+    A disk without room for the probe takes it, as far as one can tell.
+    """
     path = folder / PROBE_FILE
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
         raise
@@ -322,12 +395,14 @@ def _takes_direct_io(folder: Path) -> bool:
         with mmap.mmap(-1, ALIGN_BYTES) as buffer:
             return os.pwrite(fd, buffer, 0) == ALIGN_BYTES and os.preadv(fd, [buffer], 0) == ALIGN_BYTES
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
         if error.errno == errno.EINVAL:
             return False
         raise
     finally:
         os.close(fd)
-        path.unlink()
+        os.unlink(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +41,7 @@ class Plan:
     capacity_bytes: int
     slot_bytes: int  # of the largest pages: segments are made for these
     min_slot_bytes: int  # of the smallest pages: the catalogue has room for as many as there can be
+    num_records: int = 0  # that a catalogue has already: of smaller pages there can be more
 
     def __post_init__(self) -> None:
         if not HEADER_BYTES < self.min_slot_bytes <= self.slot_bytes:
@@ -56,8 +57,8 @@ class Plan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the smallest size that the whole budget would hold; the catalogue is sized for so many."""
-        return max(0, self.capacity_bytes) // self.min_slot_bytes
+        """The catalogue is sized for so many: pages of the smallest size that the whole budget would hold, or more."""
+        return max(self.num_records, max(0, self.capacity_bytes) // self.min_slot_bytes)
 
     @property
     def map_bytes(self) -> int:
@@ -65,14 +66,27 @@ class Plan:
         return _round_up(_MAP_SPARE_BYTES + _MAP_BYTES_PER_PAGE * self.num_pages)
 
     @property
+    def max_records(self) -> int:
+        """Records that a catalogue made in the order of its keys has room for."""
+        return (self.map_bytes - _MAP_SPARE_BYTES // 2) // _COPY_BYTES_PER_PAGE
+
+    @property
     def copy_bytes(self) -> int:
-        """The most of the catalogue's copy, which lies beside it while a folder is opened."""
+        """The most of the catalogue that is made beside a damaged one."""
         return _round_up(_MAP_SPARE_BYTES // 2 + _COPY_BYTES_PER_PAGE * self.num_pages)
 
     @property
     def store_bytes(self) -> int:
         """What is left for page bytes and, in LMDB, their overhead."""
         return self.capacity_bytes - self.map_bytes - self.copy_bytes - _SMALL_FILES_BYTES
+
+    def for_records(self, num_records: int, store: Store, segment_bytes: int) -> Plan:
+        """The plan for a folder whose catalogue has so many records, as far as they leave room for a segment."""
+        try:
+            plan = replace(self, num_records=num_records)
+        except ValueError:
+            return self
+        return plan if plan.page_bytes(store) >= segment_bytes else self
 
     @property
     def pages_map_bytes(self) -> int:
@@ -121,6 +135,7 @@ class Layout:
     era: int = 0
     floor: int = 0
     cleared: dict[str, int] = field(default_factory=dict)  # tenant digest in hex -> era of its last clear
+    aside_era: int | None = None  # of a folder that is set aside: its era before the first clear since
     version: int = FORMAT_VERSION
 
     def forget(self, tenant: bytes | None) -> None:
@@ -139,6 +154,16 @@ class Layout:
         """Whether a slot of this tenant, stamped in this era, was cleared since."""
         return era < max(self.floor, self.cleared.get(tenant.hex(), 0))
 
+    def forget_aside(self, tenant: bytes | None) -> None:
+        """As `forget`, while the folder is set aside: all that the tenant has there is older than this."""
+        if self.aside_era is None:
+            self.aside_era = self.era
+        self.forget(tenant)
+
+    def was_cleared_aside(self, tenant: bytes) -> bool:
+        """Whether the tenant was cleared while the folder was set aside."""
+        return self.aside_era is not None and self.is_dead(tenant, self.aside_era)
+
     def save(self, folder: Path) -> None:
         """Replace the file in one step that a power cut can't split."""
         body = msgspec.json.encode(self)
@@ -147,25 +172,44 @@ class Layout:
 
     @classmethod
     def load(cls, folder: Path) -> Layout:
-        """Raises FileNotFoundError, or ValueError saying what is wrong with it."""
-        body, _, digest = (folder / LAYOUT_FILE).read_bytes().partition(b"\n")
+        """Raises OSError, OtherFormat, or another ValueError saying what is wrong with it."""
+        body, _, digest = read_file(folder / LAYOUT_FILE).partition(b"\n")
         if xxhash.xxh3_64(body).hexdigest().encode() != digest.strip():
             raise ValueError("its layout file is damaged")
-        version = msgspec.json.decode(body).get("version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format {version}, this program reads {FORMAT_VERSION}")
-        return msgspec.json.decode(body, type=cls)
+        try:
+            version = msgspec.json.decode(body).get("version")
+            if version != FORMAT_VERSION:
+                raise OtherFormat(f"it has format {version}, this program reads {FORMAT_VERSION}")
+            return msgspec.json.decode(body, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"its layout file can't be read: {error}") from error
+
+
+class OtherFormat(ValueError):
+    """A folder of another version of this program."""
+
+
+def read_file(path: Path) -> bytes:
+    """All of a small file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool) -> None:
     """Put a small file in the place of another in one step; `durable`: on the disk when this returns."""
     new = path.with_name(f"{path.name}.new")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "wb") as file:
-        file.write(content)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
         if durable:
-            file.flush()
             os.fsync(fd)
+    finally:
+        os.close(fd)
     os.replace(new, path)
     if durable:
         sync_folder(path.parent)

@@ -25,6 +25,7 @@ from kvtier.tier.mover import Mover
 from kvtier.tier.page import HEADER_BYTES, TierName
 from kvtier.tier.service import CacheService
 from kvtier.tier.ssd import SsdTier, open_ssd
+from kvtier.tier.ssd_lmdb import CATALOGUE, read_catalogue
 
 TESTS = Path(__file__).parents[1]
 ADA, BOB = tenant_digest("ada"), tenant_digest("bob")
@@ -185,7 +186,7 @@ def test_a_page_whose_record_was_on_its_way_when_its_tenant_was_cleared_is_not_i
     ready.set()
     assert done.wait(30)
 
-    assert [entry.envelope.tenant for entry in ssd._catalogue.entries()] == [other]
+    assert [entry.envelope.tenant for entry in read_catalogue(tmp_path / CATALOGUE)[0]] == [other]
     assert left == [()]
     mover.close()
     ssd.close()

@@ -14,7 +14,8 @@ from tier_pages import page_key, read_page, used_on_disk
 from waiting import cpu_s
 
 from kvtier.tier.page import slot_bytes
-from kvtier.tier.ssd import Store, open_ssd
+from kvtier.tier.ssd import open_ssd
+from kvtier.tier.ssd_layout import Store
 
 TESTS = Path(__file__).parents[1]
 PAGE_BYTES = 100 * 1024 + 256

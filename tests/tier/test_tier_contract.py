@@ -27,7 +27,8 @@ from kvtier.tier import slab
 from kvtier.tier.base import Place, Tier
 from kvtier.tier.host import HostTier
 from kvtier.tier.page import ALIGN_BYTES, Envelope, PageCorrupt, PageMissing, slot_bytes
-from kvtier.tier.ssd import Store, open_ssd
+from kvtier.tier.ssd import open_ssd
+from kvtier.tier.ssd_layout import Store
 
 PAGE_BYTES = 40 * 1024 + 256  # no whole number of 4 KiB
 SLOT_BYTES = slot_bytes(PAGE_BYTES)
