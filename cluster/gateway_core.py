@@ -46,6 +46,12 @@ from kvtier.workers.model_text import Text
 # Tokenizing more, or hashing so many tokens, takes milliseconds that running streams would feel.
 THREADED_PROMPT = 4096
 
+STOPPING = "the service is stopping: send the request again once it runs (`kvtier up`)"
+STOPPED = (
+    "the service was stopped before the answer was whole: send the request again once it runs (`kvtier up`); "
+    "what was computed of it and saved is found then"
+)
+
 
 class GatewayCore(Flights):
     """Requests in flight. Owned by the event loop it is used on.
@@ -89,6 +95,11 @@ class GatewayCore(Flights):
     def stop(self) -> None:
         """Admit no more."""
         self._is_stopping = True
+
+    def end_streams(self, why: str) -> None:
+        """Tell the clients of all requests in flight that they get no more."""
+        for stream in list(self._streams.values()):
+            stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE, why))
 
     def close(self) -> None:
         """Let the threads go."""
@@ -143,7 +154,7 @@ class GatewayCore(Flights):
     async def _admit(self, message: inference_pb2.GenerateRequest) -> Stream:
         arrived_s = time.time()
         if self._is_stopping:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, STOPPING)
         tenant = self.tenant(message.tenant)
         request_id = checked_id(message.request_id, secrets.token_hex(8))
         self._check_unused(request_id)

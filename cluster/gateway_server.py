@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.config import GrpcConfig, TLSConfig
 from kvtier.cluster.gateway_cache import CacheVerbs
-from kvtier.cluster.gateway_core import GatewayCore
+from kvtier.cluster.gateway_core import STOPPED, GatewayCore
 from kvtier.cluster.gateway_requests import Refusal
 from kvtier.proto import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import QueueFull
@@ -32,6 +32,7 @@ CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
 
 MAX_MESSAGE_CHARS = 1000  # of a status message ...
 MAX_MESSAGE_BYTES = 4096  # ... and what it takes in the trailers, of which clients take 8 KiB in all
+TELL_S = 1.0  # for clients to hear why their streams end
 ADMIN_RPCS = 256  # calls at once beside Generate: health watchers, statistics
 
 T = TypeVar("T")
@@ -89,11 +90,14 @@ class GatewayServer:
             await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls at once, give running ones `grace_s`, then cancel them."""
+        """Refuse new calls at once, give running ones `grace_s`, then tell the clients of the rest, and cancel them."""
         if self._watch is not None:
             self._watch.cancel()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        stopping = asyncio.ensure_future(self._server.stop(grace_s + TELL_S))
+        await asyncio.wait([stopping], timeout=grace_s)
+        self._core.end_streams(STOPPED)
+        await stopping
 
     def _bind(self, host: str, port: int) -> int:
         address = str(Endpoint(host, port))

@@ -11,6 +11,7 @@ from subprocess import SubprocessError
 from typing import Any
 
 import ray
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.node import Node
@@ -78,6 +79,7 @@ class Raylets:
     def start(self) -> None:
         """Raises RayUnavailable."""
         ray_worker.print_to_stdstream = _left_to_its_logs
+        ray_utils.set_sigterm_handler = _left_to_ours
         if not self._config.is_ours:
             self._join()
             return
@@ -212,6 +214,10 @@ def _told() -> Iterator[None]:
 def _left_to_its_logs(data: object, ignore_prefix: bool) -> None:
     """In place of Ray's own print of what dies, a paragraph each time, which log_to_driver doesn't turn off: watch.py
     tells it in a line."""
+
+
+def _left_to_ours(handler: object) -> None:
+    """In place of Ray's own handler of SIGTERM, which ends this process in the middle of whatever it does."""
 
 
 def _all_live(node: Any) -> bool:

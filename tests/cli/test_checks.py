@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,3 +224,48 @@ def test_layers_with_windows_of_their_own_need_less(tmp_path: Path) -> None:
     longest, context = longest_in_l1(gemma, configured(*small))
 
     assert 0 < longest <= context
+
+
+# ---- `kvtier up` -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({"KVTIER_STATE": "/proc/nothing"}, [], "state folder: can't write to /proc: .*; set KVTIER_STATE"),
+        (
+            {"KVTIER_STATE": "/proc/nothing"},
+            ["--detach"],
+            "state folder: can't write to /proc: .*; set KVTIER_STATE",
+        ),
+        ({}, ["--set=tiers.l4.path=/proc/l4"], "L4 folder: can't write to /proc: .*; set tiers.l4.path"),
+        ({"KVTIER_CACHE": "/proc/nothing"}, [], "L4 folder: can't write to /proc: .*; set tiers.l4.path"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_ends_up_before_ray_starts(
+    tmp_path: Path, llama: Path, environment: dict[str, str], arguments: list[str], said: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier",
+        "up",
+        f"--set=model.path={llama}",
+        "--set=grpc.port=0",
+        *arguments,
+    ]
+    own = {"KVTIER_STATE": str(tmp_path / "state"), "KVTIER_CACHE": str(tmp_path / "cache")}
+
+    done = subprocess.run(
+        command,
+        env={**os.environ, **own, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.match(f"kvtier: {said}", done.stderr.splitlines()[-1])
+    assert "starting Ray" not in done.stderr
+    assert not (tmp_path / "state" / "deployment.json").exists()

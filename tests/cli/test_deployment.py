@@ -299,19 +299,33 @@ def test_damage_is_told_by_the_up_that_heals_it_and_what_it_leaves_when_killed_i
     shell.check_nothing_left()
 
 
-def test_ctrl_c_in_the_middle_of_a_start_stops_it(shell: Shell) -> None:
-    starting = shell.start(*shell.up_arguments)
+@pytest.mark.parametrize(
+    ("how", "step", "number"),
+    [
+        ([], "starting Ray", signal.SIGINT),
+        ([], "loading the model", signal.SIGTERM),
+        ([], "opening the gateway", signal.SIGINT),
+        (["--detach"], "starting Ray", signal.SIGTERM),
+        (["--detach"], "loading the model", signal.SIGINT),
+    ],
+)
+def test_a_signal_in_the_middle_of_a_start_stops_it(
+    shell: Shell, how: list[str], step: str, number: int
+) -> None:
+    """tests/cli/test_interrupted.py has every moment, without Ray."""
+    starting = shell.start(*shell.up_arguments, *how)
     assert starting.stderr is not None
     for line in starting.stderr:
-        if "starting Ray" in line:
+        if step in line:
             break
     wait_for(lambda: (shell.state / "deployment.json").exists(), "its record")
     shell.remember_session()
 
-    starting.send_signal(signal.SIGINT)
+    starting.send_signal(number)
 
     assert starting.wait(DEADLINE_S) == 130
     starting.communicate()
+    wait_for(lambda: not shell.processes(), "its processes to end")
     shell.check_nothing_left()
 
 

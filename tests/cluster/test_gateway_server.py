@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,7 @@ from gateway_kit import Served, serving
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from waiting import eventually
+from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, TLSFiles, completion, connect
 from kvtier.cluster.config import GrpcConfig, TLSConfig
@@ -99,6 +100,31 @@ def test_a_port_in_use_is_an_error_that_names_it_and_the_way_out() -> None:
             serving(config=GrpcConfig(port=port)),
         ):
             pass
+
+
+def test_a_stream_that_is_cut_off_by_a_stop_says_what_to_do_next() -> None:
+    with serving(is_manual=True) as served, connect(served.endpoint) as client:
+        chunks = client.generate([5, 6, 7], max_tokens=20)
+        cut = ThreadPoolExecutor(1).submit(list, chunks)
+        until(lambda: served.core.in_flight == 1, "the request to be in flight", 30.0)
+
+        served.call(served.server.stop, 0.0)
+
+        with pytest.raises(
+            ClientError, match=r"stopped before the answer was whole: send .* again .*kvtier up"
+        ) as told:
+            cut.result(30)
+    assert (told.value.status, told.value.exit_code) == ("UNAVAILABLE", 3)
+
+
+def test_a_stop_waits_for_answers_that_end_in_time() -> None:
+    with serving() as served, connect(served.endpoint) as client:
+        whole = ThreadPoolExecutor(1).submit(lambda: completion(client.generate([5, 6, 7], max_tokens=20)))
+        until(lambda: served.workers[0].submitted, "the request to be at the worker", 30.0)
+
+        served.call(served.server.stop, 20.0)
+
+        assert len(whole.result(30)["token_ids"]) == 20
 
 
 def test_two_gateways_never_share_a_port() -> None:

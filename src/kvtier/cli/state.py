@@ -79,9 +79,13 @@ class StateFolder:
         """Replace the record, whole or not at all; only its owner may read it (the config holds tenants' salts)."""
         part = self._record.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w") as file:
-            json.dump(asdict(deployment), file)
-        os.replace(part, self._record)
+        try:
+            with open(descriptor, "w") as file:
+                json.dump(asdict(deployment), file)
+            os.replace(part, self._record)
+        except OSError:  # a full disk
+            part.unlink(missing_ok=True)
+            raise
 
     def read(self) -> Deployment | None:
         """The record, of a live or a dead deployment; None when there is none."""

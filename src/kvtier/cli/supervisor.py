@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import select
 import shutil
 import signal
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvtier.cli.checks import folder_checks, has_gpus, limit_checks, weights_bytes
 from kvtier.cli.common import CliError, state_dir
-from kvtier.cli.folders import TMP
+from kvtier.cli.folders import STATE_BYTES, TMP, problem
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
 from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.environment import prepare
@@ -87,10 +87,10 @@ class Supervisor:
     def run(self) -> None:
         """Start, wait, stop. CliError when it can't be started or can't serve; KeyboardInterrupt when a signal came
         before it was ready."""
+        self._catch_signals()  # a record that nobody removes must not be written first
         self._claim()
         failed = True
         try:
-            self._catch_signals()
             self._start()
             self._view.ready(self._record)
             self._wait()
@@ -104,6 +104,9 @@ class Supervisor:
 
     def _claim(self) -> None:
         """Take the state folder, and clean up after a supervisor that was killed."""
+        where = self._folder.folder
+        if wrong := problem(where, STATE_BYTES):  # before the log there takes what is said
+            raise CliError(f"state folder: {wrong}; set KVTIER_STATE to another")
         try:
             if not self._folder.claim():
                 raise CliError(self._folder.already_running())
@@ -115,7 +118,7 @@ class Supervisor:
             self._folder.write(self._record)
         except OSError as error:
             raise CliError(
-                f"can't use the state folder {self._folder.folder} ({error.strerror}); set KVTIER_STATE to another"
+                f"can't use the state folder {where} ({error.strerror}); set KVTIER_STATE to another"
             ) from error
 
     def _start(self) -> None:
@@ -134,9 +137,7 @@ class Supervisor:
         self._check_limits(model)
         self._compile_kernels()
         self._step("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
-        # Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes. Only we may enter it.
-        self._record.ray_dir = tempfile.mkdtemp(prefix="kvtier-", dir=TMP)
-        self._write()
+        self._make_ray_dir()
         from kvtier.cluster.launch import Launched, LaunchError
 
         try:
@@ -168,6 +169,20 @@ class Supervisor:
         for check in limit_checks(self._config, read_limits(), weights_bytes(model), on_gpus):
             if check.level != "ok":
                 self._notice(check.notice)
+
+    def _make_ray_dir(self) -> None:
+        """Under /tmp, not the state folder: the paths of sockets in it must stay under 108 bytes. Only we may enter it.
+
+        Its name is written down before it is made, so that it is removed whenever this process ends.
+        """
+        folder = TMP / f"kvtier-{secrets.token_hex(6)}"
+        self._record.ray_dir = str(folder)
+        self._write()
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            self._record.ray_dir = ""  # it may be another's
+            raise CliError(f"can't make {folder}: {error.strerror}") from error
 
     def _find_cluster(self) -> None:
         """Before the model, which may take long to fetch."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any, NoReturn
@@ -192,57 +194,97 @@ class _Pipe:
 
 
 def _detached(arguments: list[str]) -> None:
-    """Start a supervisor in a session of its own and wait until it is ready."""
+    """Start a supervisor in a session of its own and wait until it is ready. Ctrl-C and SIGTERM stop it until then."""
     folder = StateFolder(state_dir())
     began = time.monotonic()
     if folder.is_alive():
         raise CliError(folder.already_running())
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", "kvtier", "up", *arguments, "--notify-fd", str(writer)]
-    with TemporaryFile("w+", errors="replace") as early:  # what it says before the log is its own
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=early,
-            stderr=early,
-            start_new_session=True,
-            pass_fds=(writer,),
-        )
-        os.close(writer)
-        try:
-            with os.fdopen(reader) as pipe, steps() as progress:
-                notices: list[str] = []
-                last = _follow(pipe, progress, notices)
-                if not last.get("ready"):
-                    code = child.wait()
-                    early.seek(0)
-                    _fail(code, _text(folder.log) if last else early.read(), notices)
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGTERM)
-            child.wait()
-            raise
+    with (
+        _signals() as signalled,
+        TemporaryFile("w+", errors="replace") as early,
+    ):  # what it says before it has a log
+        child, reports = _started(arguments, early)
+        notices: list[str] = []
+        with os.fdopen(reports, "rb", buffering=0) as pipe, steps() as progress:
+            last = _follow(pipe, signalled, progress, notices)
+            if last is None:
+                _stop_child(child, signalled)
+                raise KeyboardInterrupt
+            if not last.get("ready"):
+                code = child.wait()
+                early.seek(0)
+                _fail(code, _text(folder.log) if last else early.read(), notices)
     record = folder.running()
     if record is None:
         _fail(child.wait(), _text(folder.log))
     _say_ready(record, time.monotonic() - began, f"kvtier down stops it; its log is {folder.log}")
 
 
-def _follow(pipe: IO[str], progress: Steps, notices: list[str]) -> dict[str, Any]:
+def _started(arguments: list[str], early: IO[str]) -> tuple[subprocess.Popen[bytes], int]:
+    """The supervisor, and the file descriptor of its reports."""
+    reports, writer = os.pipe()
+    command = [sys.executable, "-m", "kvtier", "up", *arguments, "--notify-fd", str(writer)]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=early,
+        stderr=early,
+        start_new_session=True,
+        pass_fds=(writer,),
+    )
+    os.close(writer)
+    return child, reports
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """A file descriptor that can be read once for each SIGINT or SIGTERM: none interrupts what is being done."""
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: os.write(waker, b"!")) for number in numbers]
+    try:
+        yield woken
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        os.close(woken)
+        os.close(waker)
+
+
+def _stop_child(child: subprocess.Popen[bytes], signalled: int) -> None:
+    """Stop a supervisor that isn't ready; each further signal is handed on, and the second one kills."""
+    child.terminate()
+    while child.poll() is None:
+        if select.select([signalled], [], [], _POLL_S)[0]:
+            os.read(signalled, 1)
+            child.terminate()
+
+
+def _follow(pipe: IO[bytes], signalled: int, progress: Steps, notices: list[str]) -> dict[str, Any] | None:
     """Show what the supervisor reports until it is ready or its end of the pipe closes; the last report, {} for none.
-    Adds the notices that it shows.
+    None once a signal has come. Adds the notices that it shows.
 
     It reports once the state folder is its own, and so is the log.
     """
     told: dict[str, Any] = {}
-    for line in pipe:
-        told = json.loads(line)
-        if told.get("ready"):
+    unread = b""
+    while not told.get("ready"):
+        ready, _, _ = select.select([pipe.fileno(), signalled], [], [])
+        if signalled in ready:
+            os.read(signalled, 1)
+            return None
+        part = pipe.read(4096)
+        if not part:
             break
-        if "notice" in told:
-            notices.append(told["notice"])
-            err.print(told["notice"], style="yellow", soft_wrap=True)
-        else:
-            progress(told["step"], told["done"], told["total"])
+        *lines, unread = (unread + part).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if "notice" in told:
+                notices.append(told["notice"])
+                err.print(told["notice"], style="yellow", soft_wrap=True)
+            elif "step" in told:
+                progress(told["step"], told["done"], told["total"])
     return told
 
 
