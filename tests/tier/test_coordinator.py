@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -50,6 +51,7 @@ from kvtier.tier.events import (
     PageId,
     Pin,
     Quiesce,
+    ReadDone,
     Send,
     Unpin,
     Verify,
@@ -285,6 +287,23 @@ def test_a_corrupt_page_in_l4_ends_the_chain_and_is_dropped() -> None:
     assert again.missing is not None and (again.missing.page, again.missing.reason) == (1, "corrupt")
 
 
+def test_a_read_of_other_bytes_than_were_written_is_never_served() -> None:
+    """The slot holds a whole page of the right key, of an earlier life: its bytes are not those that the record names."""
+    world, worker = world_with("a")
+    evict_all(world, "a", TierName.HOST)
+    world.locate(worker, "r", TENANT, "a")
+    worker.messages.clear()
+    read = world.reads.popleft()
+    earlier = replace(world.catalogue_envelope(read), checksum=b"e" * 16)
+
+    world.tell(ReadDone(read.transfer, earlier))
+
+    (failed,) = [m for m in worker.messages if isinstance(m, LoadFailed)]
+    assert failed.missing.reason == "corrupt" and not worker.leases["r"]
+    assert world.node.snapshot().tiers[TierName.SSD].corrupt_pages == 1
+    assert world.held(TierName.SSD) == world.held(TierName.HOST) == set()
+
+
 def test_a_disk_that_fails_to_read_is_a_miss_for_all_that_wait() -> None:
     world, worker = world_with("ab")
     other = world.connect("w1")
@@ -348,6 +367,20 @@ def test_a_load_slower_than_computing_is_not_made() -> None:
     assert pages_of(located.host) == [0] and not located.loading
     assert located.missing is not None and (located.missing.page, located.missing.reason) == (1, "costlier")
     assert len(world.locate(worker, "r", TENANT, "abcd", recompute_s=10.0).loading) == 3
+
+
+@pytest.mark.parametrize(("share", "pages"), [(0.5, 3), (1.5, 4)], ids=["slower", "quicker"])
+def test_a_load_is_held_against_computing_what_it_brings_and_no_more(share: float, pages: int) -> None:
+    """Three pages of a chain that isn't simple are in L3, and the last one in L4 alone."""
+    world, worker = world_with("abcd")
+    world.ask(Evict, (key_of(TENANT, "abcd"),), TierName.HOST)
+    chain = chain_of(chain_keys(TENANT, "abcd"), decayed=INT4C, any_variant=True)
+    load_s = PAYLOAD_BYTES / 1e9
+
+    located = world.locate(worker, "r", TENANT, "abcd", chains=[chain], recompute_s=share * load_s)
+
+    assert located.pages == pages and len(located.loading) == pages - 3
+    assert (located.missing is None) == (pages == 4)
 
 
 def test_the_queue_ahead_counts_in_the_cost_of_a_load() -> None:

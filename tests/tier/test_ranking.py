@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Disconnect, Drain, FromWorker, WorkerRef
+from kvtier.tier.events import Disconnect, Drain, Evict, FromWorker, WorkerRef
 from kvtier.tier.messages import Finished, WantSlots
 from kvtier.tier.page import TierName
 from kvtier.tier.policies import make_policy
@@ -246,6 +246,23 @@ def test_pages_slower_to_load_than_to_compute_are_not_written_to_l4(write: Write
     world.finished(worker, ADA, "aaaaaaaaaaa", costs=(10.0, 100.0))
     bring_down(world, worker, ADA, "ggggggggggg")
     assert held(world, TierName.SSD) & {"g" * n for n in range(1, 12)}
+
+
+@pytest.mark.parametrize(("share", "is_written"), [(0.9, False), (1.1, True)])
+def test_what_is_a_little_quicker_to_load_than_to_compute_is_written(share: float, is_written: bool) -> None:
+    world = World(8, 32)
+    worker = world.connect()
+    bring_down(world, worker, ADA, "a")
+    world.ask(Evict, (key_of(ADA, "a"),), TierName.HOST)
+    world.locate(worker, "r", ADA, "a")
+    world.now += 0.01
+    world.settle()  # so L4 is measured
+    load_s = world.node._ssd_load_s(SLOT_BYTES)
+
+    world.finished(worker, ADA, "a", costs=(share * load_s, 1e12))
+    bring_down(world, worker, ADA, "b")
+
+    assert ("b" in held(world, TierName.SSD)) == is_written
 
 
 # ---- demotion ----------------------------------------------------------------------------------------------------
