@@ -134,8 +134,15 @@ def test_workers_that_do_not_connect_are_named(listening: Listening) -> None:
 
 @pytest.mark.parametrize(
     "junk",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", pack_frame(b"no hello"), pack_frame(b"x" * 5000)],
-    ids=["http", "huge length", "no hello", "long hello"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        pack_frame(b"no hello"),
+        pack_frame(b"x" * 5000),
+        pack_frame(b"\x81\xa1a" + b"\x91" * 4000),
+        pack_frame(b"\x82\xa9worker_id\xa1\xff\xa6secret\xc0"),
+    ],
+    ids=["http", "huge length", "no hello", "long hello", "lists in lists", "no text"],
 )
 def test_junk_is_cut_off_and_nobody_is_lost(listening: Listening, junk: bytes) -> None:
     host, port = listening.address.split(":")
