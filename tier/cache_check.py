@@ -244,14 +244,20 @@ class CheckedState(CheckedFrames):
                 children[parent] += 1
             if page.host is not None:
                 assert self._copies[page.host.grant.slot] is page.host
-                order = self._orders[page.slot_bytes, page.owner][self._rank(page)]
+                order = self._orders[page.slot_bytes, UNLIMITED][self._rank(page)]
                 assert page.host_order is None or (page.host_order is order and page in order)
+                own = self._orders[page.slot_bytes, page.owner][self._rank(page)]
+                assert page.own_host_order is None or (page.own_host_order is own and page in own)
+                assert page.own_host_order or page.host.readers or page.pinned or not page.owner
                 assert page.host_order or page.host.readers or page.pinned, (
                     "a copy in L3 that can't be evicted"
                 )
             if page.ssd is not None:
-                order = self._ssd_orders[page.owner][self._ssd_rank(page)]
+                order = self._ssd_orders[UNLIMITED][self._ssd_rank(page)]
                 assert page.ssd_order is None or (page.ssd_order is order and page in order)
+                own = self._ssd_orders[page.owner][self._ssd_rank(page)]
+                assert page.own_ssd_order is None or (page.own_ssd_order is own and page in own)
+                assert page.own_ssd_order or page.ssd.readers or page.pinned or not page.owner
                 assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
         assert children == self._children
         assert self._variants == Counter(variant for _, variant in self._pages)
@@ -262,9 +268,13 @@ class CheckedState(CheckedFrames):
         assert all(self._pages[page.id] is page and page.ssd is not None for page in self._touched)
         pages = self._pages.values()
         listed = sum(len(order) for orders in self._orders.values() for order in orders)
-        assert listed == sum(p.host_order is not None for p in pages)
+        assert listed == sum((p.host_order is not None) + (p.own_host_order is not None) for p in pages)
         listed = sum(len(order) for orders in self._ssd_orders.values() for order in orders)
-        assert listed == sum(p.ssd_order is not None for p in pages)
+        assert listed == sum((p.ssd_order is not None) + (p.own_ssd_order is not None) for p in pages)
+        assert self._order_sizes.keys() == {size for size, _ in self._orders}
+        assert all((size, UNLIMITED) in self._orders for size in self._order_sizes)
+        assert all(owner in self._shares.held[TierName.HOST] for _, owner in self._orders if owner)
+        assert all(owner in self._shares.held[TierName.SSD] for owner in self._ssd_orders if owner)
         assert len({page.row for page in pages}) == len(pages), "two pages of one history"
         assert self._host_holds.keys == kinds_by_key(p for p in self._pages.values() if p.host is not None)
 
@@ -294,7 +304,7 @@ class CheckedState(CheckedFrames):
             del counted[UNLIMITED]
             assert counted == held
         for owner in self._shares.over(TierName.HOST):
-            assert not any(self._has_victim(size, owner) for size in {s for s, _ in self._orders})
+            assert not any(self._has_victim(size, owner) for size in self._order_sizes)
 
     def _check_superseded(self) -> None:
         """What goes first has a page made from it here, and waits for L4 only while somebody reads it."""

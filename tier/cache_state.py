@@ -52,7 +52,7 @@ from kvtier.tier.records import (
     ssd_orders,
 )
 from kvtier.tier.score import PolicySettings, Use
-from kvtier.tier.shares import Shares
+from kvtier.tier.shares import UNLIMITED, Shares
 from kvtier.tier.slots import HostSlots
 from kvtier.tier.stats import FetchCounters, Snapshot, TierCounters
 
@@ -130,7 +130,10 @@ class CacheState(LentFrames):
         max_ghosts = min(MAX_GHOSTS, int(ghosts * capacity_pages))
         self._histories: Histories[bytes] = Histories(self._policy, max_ghosts)
         self._shares = Shares(shares or {}, host.capacity_bytes, 0 if ssd is None else ssd.capacity_bytes)
-        self._orders: dict[tuple[int, bytes], list[Order[Page]]] = {}  # by slot size and owner, then HostRank
+        # By slot size and owner, then HostRank. Of UNLIMITED are all pages, of an owner with a share its own once more:
+        # while it is over its share only these are looked at, and else no other's are, however many owners there are.
+        self._orders: dict[tuple[int, bytes], list[Order[Page]]] = {}
+        self._order_sizes: dict[int, None] = {}  # of all orders
         self._spare_orders: list[list[Order[Page]]] = []  # of sizes that nobody uses any more
         self._values: dict[Page, float] = {}  # of copies in L3, lately
         self._ssd_values: dict[Page, float] = {}
@@ -143,7 +146,8 @@ class CacheState(LentFrames):
         self._ssd = ssd
         self._ssd_variants = ssd_variants  # those that go to L4; None: all
         self._ssd_holds = Holdings()
-        self._ssd_orders: dict[bytes, list[Order[Page]]] = {}  # by owner, then SsdRank
+        self._ssd_orders: dict[bytes, list[Order[Page]]] = {}  # by owner as in _orders, then SsdRank
+        self._redraws = 0  # times that pages were used
         self._has_refused = False  # a page was not written, because loading it takes too long; said once
         self._leaving: dict[SsdCopy, Page] = {}  # dropped from the catalogue, still being read
         self._ssd_generation = max((e.generation for e in recovered), default=0)
@@ -703,31 +707,27 @@ class CacheState(LentFrames):
         A copy that turns out to be in use when its turn comes leaves its order, and is settled again after use.
         """
         order: Order[Page] | None = None
+        own: Order[Page] | None = None
         if page.host is not None:
-            orders = self._orders.get((page.slot_bytes, page.owner))
-            if orders is None:
-                orders = self._orders_of(page.slot_bytes, page.owner)
-            order = orders[self._rank(page)]
+            size, rank = page.slot_bytes, self._rank(page)
+            order = (self._orders.get((size, UNLIMITED)) or self._orders_of(size, UNLIMITED))[rank]
+            if page.owner:
+                own = (self._orders.get((size, page.owner)) or self._orders_of(size, page.owner))[rank]
             if (page.superseded or page.above) and not page.host.readers:
                 self._to_write.pop(page, None)
         if order is not page.host_order:
-            if page.host_order is not None:
-                page.host_order.discard(page)
-            if order is not None:
-                order.add(page)
-            page.host_order = order
-        order = None
+            page.host_order = _moved(page, page.host_order, order)
+        if own is not page.own_host_order:
+            page.own_host_order = _moved(page, page.own_host_order, own)
+        order = own = None
         if page.ssd is not None:
-            ranks = self._ssd_orders.get(page.owner)
-            if ranks is None:
-                ranks = self._ssd_orders[page.owner] = ssd_orders(self._policy, demotes=self._demotes)
-            order = ranks[self._ssd_rank(page)]
+            ssd_rank = self._ssd_rank(page)
+            order = self._ssd_orders_of(UNLIMITED)[ssd_rank]
+            own = self._ssd_orders_of(page.owner)[ssd_rank] if page.owner else None
         if order is not page.ssd_order:
-            if page.ssd_order is not None:
-                page.ssd_order.discard(page)
-            if order is not None:
-                order.add(page)
-            page.ssd_order = order
+            page.ssd_order = _moved(page, page.ssd_order, order)
+        if own is not page.own_ssd_order:
+            page.own_ssd_order = _moved(page, page.own_ssd_order, own)
 
     def _rank(self, page: Page) -> HostRank:
         """Which of the orders of L3 a page belongs to."""
@@ -762,11 +762,20 @@ class CacheState(LentFrames):
 
     def _orders_of(self, size: int, owner: bytes) -> list[Order[Page]]:
         """The orders of a size that comes into use; those of sizes that nobody uses any more make place."""
-        for key in [k for k in self._orders if k[0] not in self._sizes and not self._slots.used_slots(k[0])]:
-            self._spare_orders.append(self._orders.pop(key))
+        for other in [s for s in self._order_sizes if s not in self._sizes and not self._slots.used_slots(s)]:
+            del self._order_sizes[other]
+            for key in [key for key in self._orders if key[0] == other]:
+                self._spare_orders.append(self._orders.pop(key))
+        self._order_sizes[size] = None
         spare = self._spare_orders
         orders = spare.pop() if spare else host_orders(self._policy, demotes=self._demotes)
         self._orders[size, owner] = orders
+        return orders
+
+    def _ssd_orders_of(self, owner: bytes) -> list[Order[Page]]:
+        orders = self._ssd_orders.get(owner)
+        if orders is None:
+            orders = self._ssd_orders[owner] = ssd_orders(self._policy, demotes=self._demotes)
         return orders
 
     def _host_load_s(self, size: int) -> float:
@@ -837,3 +846,12 @@ def _copy_in(page: Page, tier: TierName) -> PeerCopy | HostCopy | SsdCopy | None
     if tier is TierName.PEER:
         return page.peer
     return page.host if tier is TierName.HOST else page.ssd
+
+
+def _moved(page: Page, before: Order[Page] | None, after: Order[Page] | None) -> Order[Page] | None:
+    """Take a page out of one order and put it into another; the latter."""
+    if before is not None:
+        before.discard(page)
+    if after is not None:
+        after.add(page)
+    return after

@@ -55,6 +55,7 @@ class Order(Generic[T]):
         self.candidates = candidates
         self.members: dict[Row, T] = {}  # to look at
         self._drawn: list[Row] = []  # what leaves next, the first one last; some may have left since
+        self.drawn_in = 0  # the owner's number of what has been used by then; see `redraw`
 
     def __len__(self) -> int:
         return len(self.members)
@@ -90,9 +91,10 @@ class Order(Generic[T]):
         drawn.extend(victim.row for victim in reversed(self.candidates.victims(DRAWN, now)))
         return self.members[drawn[-1]]
 
-    def redraw(self) -> None:
-        """Pages were used: what was to leave next may be worth more now."""
+    def redraw(self, used: int = 0) -> None:
+        """Pages were used, for the `used`th time: what was to leave next may be worth more now."""
         self._drawn.clear()
+        self.drawn_in = used
 
     def check(self) -> None:
         """The candidates are the members."""

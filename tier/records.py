@@ -124,7 +124,9 @@ class Page:
     peer: PeerCopy | None = None  # in L2, beside one in L3 or L4
     load: Load | None = None
     host_order: Order[Page] | None = None  # the order its copy in L3 is evicted by; see `_settle`
+    own_host_order: Order[Page] | None = None  # ... and that of its owner's pages, where it has one
     ssd_order: Order[Page] | None = None
+    own_ssd_order: Order[Page] | None = None
     peer_order: Order[Page] | None = None
     slot_bytes: int = field(init=False)  # of its slots in L3 and L4
 

@@ -58,17 +58,15 @@ class HostRoom(CheckedState):
 
         Spent pages go first, then clean ones, dirty ones only while no write is about to end.
         """
-        if len(self._orders) == 1 and (size, UNLIMITED) in self._orders:
-            return self._evict_lowest([self._orders[size, UNLIMITED]])
-        over = set(self._shares.over(TierName.HOST))
-        if self._shares.excess(TierName.HOST, owner, size):
-            over.add(owner)
-        if over:
-            groups = [orders for (s, name), orders in self._orders.items() if s == size and name in over]
-            if self._evict_lowest(groups):
-                return True
-        own = [orders for (other, _), orders in self._orders.items() if other == size]
-        others = [orders for (other, _), orders in self._orders.items() if other != size]
+        over = self._shares.over(TierName.HOST)
+        if self._shares.excess(TierName.HOST, owner, size) and owner not in over:
+            over.append(owner)
+        if over and self._evict_lowest(self._orders_at(size, over)):
+            return True
+        own = self._orders_at(size)
+        others = [self._orders[other, UNLIMITED] for other in self._order_sizes if other != size]
+        if not others:
+            return self._evict_lowest(own)
         for rank in HostRank:
             mine = self._lowest_of(own, rank)
             if may_start and others and self._evict_older_segment(others, rank, mine):
@@ -77,6 +75,10 @@ class HostRoom(CheckedState):
                 self._evict_host(mine)
                 return True
         return False
+
+    def _orders_at(self, size: int, owners: Iterable[bytes] = (UNLIMITED,)) -> list[list[Order[Page]]]:
+        """The orders of a size, of all pages or of these owners' own, where there are any."""
+        return [orders for owner in owners if (orders := self._orders.get((size, owner))) is not None]
 
     def _evict_lowest(self, groups: list[list[Order[Page]]]) -> bool:
         """Evict the page that leaves first of several groups of orders; whether one may."""
@@ -135,8 +137,8 @@ class HostRoom(CheckedState):
             return False
         lowest = [
             page
-            for (other, _), orders in self._orders.items()
-            for order in orders
+            for other in self._order_sizes
+            for order in self._orders[other, UNLIMITED]
             if other != size and (page := self._host_victim(order)) is not None
         ]
         for page in sorted(lowest, key=self._value):
@@ -168,7 +170,7 @@ class HostRoom(CheckedState):
         """Who is over its share of L3 gives up its own pages, as far as they may go; whether any went."""
         evicted = False
         for owner in self._shares.over(TierName.HOST):
-            groups = [orders for (_, name), orders in self._orders.items() if name == owner]
+            groups = [orders for size in self._order_sizes for orders in self._orders_at(size, [owner])]
             while self._shares.excess(TierName.HOST, owner) and self._evict_lowest(groups):
                 evicted = True
         return evicted

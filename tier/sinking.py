@@ -12,6 +12,7 @@ from kvtier.tier.page import TierName
 from kvtier.tier.ranking import Order
 from kvtier.tier.records import HostRank, Leaving, Page, SsdCopy, SsdRank, Write
 from kvtier.tier.room import HostRoom
+from kvtier.tier.shares import UNLIMITED
 
 READY_SHARE = 128  # one slot in so many of a size is kept free, or ready to be
 SPARE_SHARE = 32  # copies in L4 are few that are at most one in so many
@@ -30,8 +31,8 @@ class Sinking(HostRoom):
         begun = False
         for owner in self._shares.over(TierName.HOST):
             self._sink_excess(owner)
-        for size in {size for size, _ in self._orders}:
-            groups = [orders for (other, _), orders in self._orders.items() if other == size]
+        for size in self._order_sizes:
+            groups = self._orders_at(size)
             wanted = max(1, self._slots.used_slots(size) // READY_SHARE) - self._slots.free_slots(size)
             ready = sum(map(_num_ready, groups)) if wanted > 0 else 0
             while wanted > ready and self._sink_lowest(groups):
@@ -41,7 +42,7 @@ class Sinking(HostRoom):
 
     def _sink_excess(self, owner: bytes) -> None:
         """Let as much of an owner's pages begin to leave as it is over its share."""
-        sizes = {size: orders for (size, name), orders in self._orders.items() if name == owner}
+        sizes = {size: orders for size in self._order_sizes for orders in self._orders_at(size, [owner])}
         excess = self._shares.excess(TierName.HOST, owner)
         while excess > sum(size * _num_ready(orders) for size, orders in sizes.items()):
             if not self._sink_lowest(list(sizes.values())):
@@ -150,7 +151,7 @@ class Sinking(HostRoom):
             over = [page.owner] if excess else self._shares.over(TierName.SSD)
             victim = self._ssd_victim_of(over)
             if victim is None and not excess:
-                victim = self._ssd_victim_of(list(self._ssd_orders))
+                victim = self._ssd_victim_of([UNLIMITED])
             if victim is None:
                 return None
             if self._gives_way(page, victim):
@@ -182,7 +183,7 @@ class Sinking(HostRoom):
         if page.envelope.key not in self._children:
             self._give_up(page)
             return True
-        leaf = self._lowest_staying([self._orders[page.slot_bytes, page.owner]], HostRank.LEAF)
+        leaf = self._lowest_staying(self._orders_at(page.slot_bytes, [page.owner]), HostRank.LEAF)
         if leaf is None or self._ssd_value(leaf) > bar:
             return False
         self._stay(page)
@@ -200,7 +201,7 @@ class Sinking(HostRoom):
         rank = self._ssd_rank(victim)
         if rank >= SsdRank.LEAF:
             return victim
-        groups = list(self._ssd_orders.values())
+        groups = [self._ssd_orders_of(UNLIMITED)]
         spare, num_pages = (
             sum(len(orders[r]) for orders in groups for r in ranks) for ranks in (SPARE, SsdRank)
         )

@@ -8,6 +8,7 @@ from kvtier.tier.cache_state import CacheState
 from kvtier.tier.page import slot_bytes
 from kvtier.tier.ranking import Order
 from kvtier.tier.records import Leaving, Page, SsdRank, Worker
+from kvtier.tier.shares import UNLIMITED
 
 VALUE_S, MAX_VALUES = 1.0, 4096  # for so long, and of so many pages, a value is kept; it changes slowly
 
@@ -46,7 +47,8 @@ class RankedState(CacheState):
 
     def _renew(self, page: Page, created: int) -> None:
         """Of a new page it is known now how many pages its request brought."""
-        orders = [order for order in (page.host_order, page.ssd_order, page.peer_order) if order is not None]
+        listed = (page.host_order, page.own_host_order, page.ssd_order, page.own_ssd_order, page.peer_order)
+        orders = [order for order in listed if order is not None]
         for order in orders:
             order.discard(page)
         self._values.pop(page, None)
@@ -57,23 +59,32 @@ class RankedState(CacheState):
             order.add(page)
 
     def _redraw(self) -> None:
-        """After pages were used: what leaves first is another now, and what loading costs may have changed."""
+        """After pages were used: what leaves first is another now, and what loading costs may have changed.
+
+        Each order hears of it when it is asked next: there may be many.
+        """
         self._forget_values()
-        for (size, _), orders in self._orders.items():
-            for order in orders:
-                order.redraw()
-                order.candidates.load_s = self._host_load_s(size)
+        self._redraws += 1
         self._redraw_peers()
-        ssd_load_s = self._ssd_load_s(self._ssd_page_bytes()) if self._ssd_orders else 0.0
-        for orders in self._ssd_orders.values():
-            for order in orders:
-                order.redraw()
-                order.candidates.load_s = ssd_load_s
+
+    def _host_first(self, order: Order[Page]) -> Page | None:
+        """What leaves an order of L3 first, by what has been used up to now; readers are no matter."""
+        if order.members and order.drawn_in != self._redraws:
+            order.redraw(self._redraws)
+            order.candidates.load_s = self._host_load_s(next(iter(order.members.values())).slot_bytes)
+        return order.lowest(self._now)
+
+    def _ssd_first(self, order: Order[Page]) -> Page | None:
+        """The same of L4."""
+        if order.members and order.drawn_in != self._redraws:
+            order.redraw(self._redraws)
+            order.candidates.load_s = self._ssd_load_s(self._ssd_page_bytes())
+        return order.lowest(self._now)
 
     def _ssd_page_bytes(self) -> int:
         """Slot bytes of the pages of L4, on average."""
         assert self._ssd is not None
-        num_pages = sum(len(order) for orders in self._ssd_orders.values() for order in orders)
+        num_pages = sum(len(order) for order in self._ssd_orders_of(UNLIMITED))
         return self._ssd.used_bytes // max(1, num_pages)
 
     def _value(self, page: Page) -> float:
@@ -123,21 +134,27 @@ class RankedState(CacheState):
         return not self._reads or (len(self._reads) < self.limits.reads and fits)
 
     def _host_victim(self, order: Order[Page]) -> Page | None:
-        while (page := order.lowest(self._now)) is not None:
+        while (page := self._host_first(order)) is not None:
             assert page.host is not None
             if not page.host.readers and not page.pinned:
                 return page
             order.discard(page)
-            page.host_order = None
+            if page.host_order is order:
+                page.host_order = None
+            else:
+                page.own_host_order = None
         return None
 
     def _ssd_victim(self, order: Order[Page]) -> Page | None:
-        while (page := order.lowest(self._now)) is not None:
+        while (page := self._ssd_first(order)) is not None:
             assert page.ssd is not None
             if not page.ssd.readers and not page.pinned:
                 return page
             order.discard(page)
-            page.ssd_order = None
+            if page.ssd_order is order:
+                page.ssd_order = None
+            else:
+                page.own_ssd_order = None
         return None
 
     def _lowest(self, pages: Sequence[Page]) -> Page | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from kvtier.tier.events import Disconnect, Drain, Evict, FromWorker, WorkerRef
 from kvtier.tier.messages import Finished, WantSlots
 from kvtier.tier.page import TierName
 from kvtier.tier.policies import make_policy
-from kvtier.tier.ranking import Histories
+from kvtier.tier.ranking import Histories, Order
 from kvtier.tier.records import Limits, Page
 from kvtier.tier.rvi import Rvi
 from kvtier.tier.score import Kind, PolicySettings, Use
@@ -503,3 +504,27 @@ def test_a_node_can_be_stored_and_goes_on_alike() -> None:
     event = FromWorker(worker.ref, WantSlots(2, PAYLOAD_BYTES))
     assert repr(twin.handle(event, world.now)) == repr(world.node.handle(event, world.now))
     twin.check()
+
+
+@pytest.mark.parametrize("write", ["through", "demote"])
+def test_making_room_costs_the_same_however_many_tenants_have_shares(
+    write: WriteMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page that came looked at what leaves first of each tenant: 0.4 ms with 400 of them."""
+    lowest, looks = Order.lowest, Counter[int]()
+
+    def counted(order: Order[Page], now: float) -> Page | None:
+        looks[num_tenants] += 1
+        return lowest(order, now)
+
+    for num_tenants in (2, 24):
+        world = World(48, 96, write=write, shares={f"t{n}": 0.5 for n in range(num_tenants)})
+        worker = world.connect()
+        paths = [chr(0x4E00 + n) for n in range(72)]
+        for number, path in enumerate(paths):
+            if number == 60:  # L3 is full
+                monkeypatch.setattr(Order, "lowest", counted)
+            bring_down(world, worker, f"t{number % num_tenants}", path)
+        monkeypatch.setattr(Order, "lowest", lowest)
+
+    assert 0 < looks[24] <= looks[2] + 12
