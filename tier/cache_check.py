@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvtier.tier.clears import MAX_TENANTS
 from kvtier.tier.lent_check import CheckedFrames, kinds_by_key
 from kvtier.tier.messages import REASONS
 from kvtier.tier.page import TierName, slot_bytes
@@ -57,6 +58,8 @@ class CheckedState(CheckedFrames):
         assert not self._jobs or self._jobs[0].todo or self._jobs[0].running, (
             "a Verify that is done has no answer"
         )
+        self._clears.check()
+        assert len(self._clearing) <= MAX_TENANTS + 1, "clears are begun and not ended"
         tiers = (self._peer_counters, self._host_counters, self._ssd_counters, self._remote_counters)
         assert all(counters.loads_s.maxlen == LATENCY_SAMPLES for counters in tiers)
         failed = self._fetch_counters.failed_pages

@@ -237,13 +237,14 @@ class CacheState(LentFrames):
         under_way = {tenant or EVERYONE for tenant in self._clearing}
         return [one for one in self._clears.numbers() if one[0] not in under_way]
 
-    def holds(self) -> dict[TierName, list[bytes]]:
-        """Keys of the pages that each tier holds as the model computed them: what a directory is told at first.
+    def holds(self, among: Iterable[PageId] | None = None) -> dict[TierName, list[bytes]]:
+        """Keys of the pages (of all, or of these) that each tier holds as the model computed them.
 
         What was made from others is not among them: no other node can use it.
         """
         held: dict[TierName, list[bytes]] = {TierName.PEER: [], TierName.HOST: [], TierName.SSD: []}
-        for page in self._pages.values():
+        ids = self._pages if among is None else among
+        for page in (self._pages[id] for id in ids if id in self._pages):
             if not page.envelope.made_from:
                 for tier, keys in held.items():
                     if _copy_in(page, tier) is not None:

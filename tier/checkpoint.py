@@ -30,6 +30,8 @@ State = dict[str, Any]  # an object's attributes
 # May replace attributes of an object on their way into the bytes, of a copy that is its own.
 Edit = Callable[[object, State], State]
 
+PART = 1024  # objects between two pauses: 30 ms
+
 # Not one of them can be changed, or does anything but hold what it is given.
 _CONTAINERS: Mapping[tuple[str, str], object] = {
     (kind.__module__, kind.__name__): kind
@@ -47,9 +49,12 @@ class CheckpointError(ValueError):
     """The state can't be written, or the bytes are no state; the message says why."""
 
 
-def dump(root: object, modules: Collection[str], edit: Edit | None = None) -> bytes:
+def dump(
+    root: object, modules: Collection[str], edit: Edit | None = None, pause: Callable[[], None] | None = None
+) -> bytes:
     """`root` and all that hangs on it, as far as classes of `modules` and containers go.
 
+    `pause` is called now and then: what it does must change nothing of the state.
     Raises CheckpointError naming the first class that is neither, or saying why the whole can't be bytes.
     """
     out = io.BytesIO()
@@ -57,7 +62,9 @@ def dump(root: object, modules: Collection[str], edit: Edit | None = None) -> by
     numbers: list[int] = []
     try:
         with _uncollected():
-            for one in pickler.entities:  # grows while it is gone through
+            for number, one in enumerate(pickler.entities):  # grows while it is gone through
+                if pause is not None and number % PART == 0:
+                    pause()
                 state = _attributes(one)
                 state = state if edit is None else edit(one, state)
                 numbers.append(pickler.number_of(type(one), tuple(state)))

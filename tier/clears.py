@@ -73,6 +73,12 @@ class Clears:
         floor = [(EVERYONE, self._floor)] if self._floor else []
         return [*floor, *self._tenants.items()]
 
+    def check(self) -> None:
+        """The table is bounded, the oldest clear first, and has nothing that the floor says already."""
+        numbers = list(self._tenants.values())
+        assert len(numbers) <= MAX_TENANTS and numbers == sorted(numbers)
+        assert all(number > self._floor for number in numbers)
+
     def copy(self) -> Clears:
         """A table of its own."""
         made = Clears()

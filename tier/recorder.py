@@ -123,15 +123,22 @@ class Recorder:
 
     # ---- the owner's loop ----------------------------------------------------------------------------------------
 
-    def begin(self, state: object, incarnation: str, about: dict[str, Any]) -> None:
+    def begin(
+        self,
+        state: object,
+        incarnation: str,
+        about: dict[str, Any],
+        pause: Callable[[], None] | None = None,
+    ) -> None:
         """Take the state as it is now; all that the owner hears from here on is recorded. Raises RecordingError.
 
-        It takes the loop about 25 us for each page of the node.
+        It takes the loop about 25 us for each page of the node, in which it can hear nothing: `pause`, which must change
+        nothing, is called every few pages.
         """
         alias, machine = self._alias, self._machine
         try:
             data = checkpoint.dump(
-                state, machine.modules, lambda one, its: machine.hide_state(one, its, alias)
+                state, machine.modules, lambda one, its: machine.hide_state(one, its, alias), pause
             )
         except checkpoint.CheckpointError as error:
             raise RecordingError(str(error)) from error

@@ -93,10 +93,11 @@ class ServiceStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Something another thread has the loop do; `fail` tells its caller that it won't be."""
+    """Something another thread has the loop do; `fail` tells its caller that it won't be. Some only look."""
 
     do: Callable[[], None]
     fail: Callable[[BaseException], None]
+    only_looks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +265,20 @@ class CacheService:
         return self._coordinator.pages(tenant, tier, limit, time.monotonic(), among)
 
     def holds(self) -> dict[TierName, list[bytes]]:
-        """Keys of the pages that each tier holds, those aside that were made from others in another format."""
-        return self._ask(lambda: self._coordinator.holds())
+        """Keys of the pages that each tier holds, those aside that were made from others in another format.
+
+        In parts: of each page it is true at some moment of the call, and `on_holds` tells what changes after that moment.
+        """
+        held: dict[TierName, list[bytes]] = {
+            tier: [] for tier in (TierName.PEER, TierName.HOST, TierName.SSD)
+        }
+        for part in self._in_parts(
+            self._ask(partial(self._page_ids, None)),
+            lambda ids: [self._ask(partial(self._coordinator.holds, ids))],
+        ):
+            for tier, keys in part.items():
+                held[tier].extend(keys)
+        return held
 
     def pin(self, keys: Iterable[bytes]) -> list[tuple[bytes, Outcome]]:
         """Keep pages from being evicted until `unpin`, or the node's restart. REJECTED past the bound."""
@@ -377,7 +390,7 @@ class CacheService:
         """
         recorder = Recorder(NODE, self.node_id, Path(path), max_bytes, lambda note: self._post([Note(note)]))
         try:
-            self._ask(lambda: self._begin_recording(recorder))
+            self._ask(lambda: self._begin_recording(recorder), only_looks=False)
         except BaseException:
             recorder.discard("it did not begin")
             raise
@@ -385,7 +398,7 @@ class CacheService:
 
     def stop_recording(self) -> RecordingStatus | None:
         """End the recording; how the latest one went, None when there was none."""
-        recorder = self._ask(self._end_recording)
+        recorder = self._ask(self._end_recording, only_looks=False)
         if recorder is None:
             return None
         recorder.close("it was stopped")
@@ -400,7 +413,9 @@ class CacheService:
         running = self._recorder
         if running is not None and not running.is_over:
             raise RecordingError(f"node {self.node_id} records into {running.path} already: stop that first")
-        recorder.begin(self._coordinator, self.incarnation, about(self._coordinator))
+        recorder.begin(
+            self._coordinator, self.incarnation, about(self._coordinator), self._answer_those_that_look
+        )
         self._recorder = recorder
 
     def _end_recording(self) -> Recorder | None:
@@ -410,7 +425,7 @@ class CacheService:
 
     # ---- calls from other threads ------------------------------------------------------------------------------
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _ask(self, question: Callable[[], T], *, only_looks: bool = True) -> T:
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -419,7 +434,7 @@ class CacheService:
             except (AssertionError, RecordingError) as error:  # of `check`: the asker's to handle
                 future.set_exception(error)
 
-        self._put(_Call(answer, future.set_exception))
+        self._put(_Call(answer, future.set_exception, only_looks))
         return future.result(CALL_TIMEOUT_S)
 
     def _verb(
@@ -497,6 +512,21 @@ class CacheService:
                 self._call(item)
             else:
                 self._handle(item)
+
+    def _answer_those_that_look(self) -> None:
+        """Questions are answered while the state is being written, so that the node is known to live; all else waits."""
+        waiting: list[Event | Note | _Call] = []
+        for _ in range(len(self._inbox)):
+            item = self._inbox.popleft()
+            if isinstance(item, _Call) and item.only_looks:
+                try:
+                    item.do()
+                except BaseException as error:  # noqa: BLE001  raised again when the state is written
+                    item.fail(error)
+                    self._part_died("an answer", error)
+            else:
+                waiting.append(item)
+        self._inbox.extendleft(reversed(waiting))
 
     def _call(self, call: _Call) -> None:
         try:

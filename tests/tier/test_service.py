@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from node_kit import (
     wait_until,
 )
 
+from kvtier.tier import checkpoint
 from kvtier.tier.base import Outcome, Place
 from kvtier.tier.events import (
     Answer,
@@ -225,6 +227,46 @@ def test_a_long_listing_asks_the_loop_for_a_few_pages_at_a_time(
         assert len(service.pages(limit=2)) == 2 and looked_at == [3]  # of these it need not look further
         ada.close()
         eve.close()
+
+
+def test_what_the_tiers_hold_is_asked_for_a_few_pages_at_a_time_and_told_of_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes and leaves between two parts is told by `on_holds`, as a directory's feed wants it."""
+    changed: dict[bytes, bool] = {}
+
+    def on_holds(change: HoldsChanged) -> None:
+        if change.tier is TierName.HOST:
+            changed.update(dict.fromkeys(change.came, True) | dict.fromkeys(change.left, False))
+
+    with running(tmp_path, l3_pages=32, on_holds=on_holds) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 12)
+        settle(service)
+        looked_at: list[int] = []
+        look = service._coordinator.holds
+
+        def count(among: Any) -> Any:
+            looked_at.append(len(among))
+            if len(looked_at) == 2:  # one that was listed goes, and one that is listed later
+                evict = Evict(0, (keys[0], keys[-1]), TierName.HOST)
+                for command in service._coordinator.handle(evict, time.monotonic()):
+                    if isinstance(command, HoldsChanged):
+                        on_holds(command)
+            return look(among)
+
+        monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+        monkeypatch.setattr(service._coordinator, "holds", count)
+        changed.clear()
+
+        held = set(service.holds()[TierName.HOST])
+
+        assert max(looked_at) == 3 and len(looked_at) == 4
+        told = (held | {key for key, is_here in changed.items() if is_here}) - {
+            key for key, is_here in changed.items() if not is_here
+        }
+        assert told == set(keys[1:-1])
+        peer.close()
 
 
 def test_all_of_a_tier_is_evicted_a_few_pages_at_a_time(
@@ -831,6 +873,41 @@ def test_who_waits_for_the_disk_hears_that_its_thread_died(
 
         with pytest.raises(ServiceStopped):
             service.clear()
+
+
+def test_a_node_answers_questions_while_its_state_is_written_and_hears_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million pages take half a minute: without a word in between, its supervisor would kill it."""
+    monkeypatch.setattr(checkpoint, "PART", 1)
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        peer.store(0, 2)
+        settle(service)
+        pause = service._answer_those_that_look
+        answers: list[bool] = []
+        outcomes: list[Any] = []
+        asker = threading.Thread(target=lambda: answers.append(service.idle()))
+        changer = threading.Thread(target=lambda: outcomes.append(service.clear()))
+
+        def paused() -> None:
+            if not asker.ident:
+                changer.start()
+                wait_until(lambda: len(service._inbox) == 1)
+                asker.start()
+                wait_until(lambda: len(service._inbox) == 2)
+            pause()
+            if len(answers) == 0:
+                asker.join(30.0)
+            assert answers == [True] and not outcomes and len(service._inbox) == 1
+
+        monkeypatch.setattr(service, "_answer_those_that_look", paused)
+
+        status = service.record(tmp_path / "x.kvrec")
+
+        changer.join(30.0)
+        assert status.ended == "" and outcomes
+        peer.close()
 
 
 def test_a_state_that_cannot_be_written_ends_the_recording_with_its_reason_and_nothing_else(
