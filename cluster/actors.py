@@ -160,6 +160,7 @@ class Actors:
             len(self._roles),
             clears_folder=str(clears_folder(self._cache, config.name)),
             node_ids=sorted(self._nodes),
+            sampling=config.model.sampling,
         )
 
     def worker_threads(self, ground: Ground) -> int:

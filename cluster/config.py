@@ -56,6 +56,9 @@ class ModelConfig(Section):
     forward: Literal["auto", "lean", "transformers"] = (
         "auto"  # our fused forward where the architecture is known
     )
+    # Temperature, top_k, top_p, min_p and repetition_penalty of requests that leave them unset: kvtier's own defaults
+    # (greedy), or those of the model's generation_config.json.
+    sampling: Literal["kvtier", "model"] = "kvtier"
     window: int = Field(default=0, ge=0, le=MAX_STREAM_TOKENS)  # of requests that set none; 0: no window
     sinks: int = Field(default=0, ge=0)  # first tokens attended beside it
 

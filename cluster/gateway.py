@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import ray
@@ -39,7 +39,15 @@ from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus
 from kvtier.tier.stats import Snapshot
-from kvtier.workers.api import EngineRequest, Explanation, WorkerInfo, WorkerStopped
+from kvtier.workers.api import (
+    DEFAULT_SAMPLING,
+    EngineRequest,
+    Explanation,
+    SamplingParams,
+    WorkerInfo,
+    WorkerStopped,
+)
+from kvtier.workers.model_sampling import recommended_sampling
 from kvtier.workers.model_text import Text, TextError
 from kvtier.workers.pulse import TURN_S
 
@@ -67,16 +75,19 @@ class GatewayActor:
         workers: int = 0,
         clears_folder: str = "",
         node_ids: Sequence[str] = (),
+        sampling: Literal["kvtier", "model"] = "kvtier",
     ) -> None:
         """`max_sequences`: of one worker, running and waiting together; more are refused.
 
         `window` and `sinks` are those of requests that set none; 0: the model's own attention. `routing` is how workers
         are chosen, `workers` how many there may be, whoever of them lives at the start.
         The numbers of all clears are kept in `clears_folder`, "" for nowhere. `node_ids` are all nodes that there are.
+        `sampling` says whose defaults requests take: "model", those of its generation_config.json.
         """
         self._record = ClearRecord(Path(clears_folder) if clears_folder else None)
         self._node_ids = tuple(node_ids)
         self._model_name = model_name
+        self._sampling_of = Path(model_path) if sampling == "model" else None
         self._grpc_config = grpc_config
         self._tenants = {tenant.name: tenant.salt for tenant in tenants}
         self._max_sequences = max_sequences
@@ -102,6 +113,12 @@ class GatewayActor:
         self._receiver: OutputReceiver
         self._attachments: Attachments
         self._server: GatewayServer
+
+    def _sampling(self) -> SamplingParams:
+        try:
+            return recommended_sampling(self._sampling_of) if self._sampling_of else DEFAULT_SAMPLING
+        except ValueError as error:
+            raise GatewayError(f"{error}; model.sampling: kvtier doesn't use it") from error
 
     async def start(
         self,
@@ -133,6 +150,7 @@ class GatewayActor:
             holders=None if self._directory is None else Holders(self._directory, loop.time),
             policy=self._routing,
             clears=self._record.clears,
+            sampling=self._sampling(),
         )
         self._clearer = Clearer(self._record)
         found = await asyncio.gather(*map(_node, nodes))

@@ -40,7 +40,7 @@ from kvtier.proto import inference_pb2
 from kvtier.tier.clears import Clears
 from kvtier.tier.identity import page_keys, root_key, tenant_salt
 from kvtier.tier.page import PageKey
-from kvtier.workers.api import EngineRequest, WorkerInfo
+from kvtier.workers.api import DEFAULT_SAMPLING, EngineRequest, SamplingParams, WorkerInfo
 from kvtier.workers.model_text import Text
 
 # Tokenizing more, or hashing so many tokens, takes milliseconds that running streams would feel.
@@ -71,11 +71,13 @@ class GatewayCore(Flights):
         holders: Holders | None = None,
         policy: Policy = "prefix",
         clears: Clears | None = None,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
     ) -> None:
         """`tenants` maps names to the secrets of the configuration; `window` is that of requests that set none, or 0.
 
         `holders` is where to ask for a prompt's pages, `policy` how workers are chosen,
-        `clears` are the clear epochs, their owner's to change, that requests tell their workers.
+        `clears` are the clear epochs, their owner's to change, that requests tell their workers. `sampling` has what
+        requests leave unset.
         """
         super().__init__(workers, max_sequences, policy, clears or Clears())
         self.text = text
@@ -84,6 +86,7 @@ class GatewayCore(Flights):
         self._root = root_key(self.info.root_fields)
         self._salts = {name: tenant_salt(name, secret) for name, secret in tenants.items()}
         self._window = window
+        self._sampling = sampling
         self._is_stopping = False
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
@@ -164,7 +167,7 @@ class GatewayCore(Flights):
         limit = self.limit(window)
         ids = await self.prompt_ids(message, limit)
         sampling = sampling_params(
-            message.sampling, len(ids), limit, self.info.vocab_size, secrets.randbits(63)
+            message.sampling, len(ids), limit, self.info.vocab_size, secrets.randbits(63), self._sampling
         )
         request = EngineRequest(
             request_id,

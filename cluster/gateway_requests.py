@@ -174,13 +174,18 @@ def _chat_ids(chat: inference_pb2.Chat, text: Text, max_context: int) -> list[in
 
 
 def sampling_params(
-    sampling: inference_pb2.Sampling, prompt_tokens: int, limit: Limit, vocab_size: int, fresh_seed: int
+    sampling: inference_pb2.Sampling,
+    prompt_tokens: int,
+    limit: Limit,
+    vocab_size: int,
+    fresh_seed: int,
+    defaults: SamplingParams,
 ) -> SamplingParams:
     """The request's sampling with defaults filled in. Raises Refusal."""
     room = limit.tokens - prompt_tokens
     if room < 1:
         raise invalid(f"prompt of {prompt_tokens} tokens leaves no room for output: {limit}")
-    params = _with_defaults(sampling, min(room, DEFAULT_MAX_TOKENS), fresh_seed)
+    params = _with_defaults(sampling, min(room, DEFAULT_MAX_TOKENS), fresh_seed, defaults)
     try:
         params.validate()
     except ValueError as error:
@@ -197,9 +202,9 @@ def sampling_params(
     return params
 
 
-def _with_defaults(sampling: inference_pb2.Sampling, max_tokens: int, seed: int) -> SamplingParams:
-    defaults = SamplingParams()
-
+def _with_defaults(
+    sampling: inference_pb2.Sampling, max_tokens: int, seed: int, defaults: SamplingParams
+) -> SamplingParams:
     def given(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
 

@@ -28,12 +28,14 @@ from kvtier.tier.recorder import RecordingStatus, file_of
 from kvtier.tier.recording import RecordingError
 from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
 from kvtier.workers.api import (
+    DEFAULT_SAMPLING,
     EngineRequest,
     Explanation,
     FinishReason,
     Output,
     PageNote,
     QueueFull,
+    SamplingParams,
     Timings,
     TokenLogprobs,
     Usage,
@@ -446,6 +448,7 @@ def serving(
     directory: HoldersPort | None = None,
     clears: Path | None = None,
     expected: Sequence[str] = (),
+    sampling: SamplingParams = DEFAULT_SAMPLING,
 ) -> Iterator[Served]:
     """Serve echoing workers over real gRPC on a free loopback port. `max_context` is the last worker's.
 
@@ -477,6 +480,7 @@ def serving(
             window,
             holders=holders,
             clears=record.clears,
+            sampling=sampling,
         )
         for worker in served.workers:
             worker.sink = served.core.on_outputs

@@ -125,6 +125,9 @@ class SamplingParams:
                 raise ValueError(message)
 
 
+DEFAULT_SAMPLING = SamplingParams()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One request as a worker takes it: token ids in, token ids out."""

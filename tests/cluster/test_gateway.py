@@ -31,7 +31,8 @@ from kvtier.cli.client import Client, ClientError, completion, connect
 from kvtier.cluster import gateway_requests, gateway_streams
 from kvtier.cluster.config import MAX_STREAM_PROMPT, GrpcConfig
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.workers.api import EngineRequest, FinishReason, Output
+from kvtier.workers.api import DEFAULT_SAMPLING, EngineRequest, FinishReason, Output, SamplingParams
+from kvtier.workers.model_sampling import recommended_sampling
 from kvtier.workers.model_text import Text, TextError
 
 
@@ -202,6 +203,56 @@ def test_a_request_that_tells_nothing_of_what_follows_has_no_session(shared: Ser
 
     assert (request.session, request.session_open, request.session_closed) == (0, False, False)
     assert (request.turn, request.expected_output_tokens, request.tool_stop_ids) == (0, 0, ())
+
+
+def test_what_a_request_leaves_unset_is_as_the_models_makers_recommend_where_that_is_configured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "min_p": null}')
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+    asked = []
+    for sampling in (recommended_sampling(tmp_path), DEFAULT_SAMPLING):
+        with serving(sampling=sampling) as served, connect(served.endpoint) as client:
+            for own in ({}, {"temperature": 0.0, "top_k": 0, "top_p": 0.5}):
+                request = asked_with(served, client, **own)
+                asked.append(tuple(getattr(request.sampling, name) for name in names))
+
+    assert asked == [
+        (0.6, 20, 1.0, 0.0, 1.0),
+        (0.0, 0, 0.5, 0.0, 1.0),  # what is set is set, to the default too
+        (0.0, 0, 1.0, 0.0, 1.0),
+        (0.0, 0, 0.5, 0.0, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "params"),
+    [
+        (None, SamplingParams()),
+        ("{}", SamplingParams()),
+        ('{"do_sample": false, "temperature": 0.6, "top_p": 0.9}', SamplingParams(top_p=0.9)),
+        ('{"do_sample": true, "temperature": 1}', SamplingParams(temperature=1.0)),
+        ('{"repetition_penalty": 1.1, "max_new_tokens": 7}', SamplingParams(repetition_penalty=1.1)),
+    ],
+)
+def test_a_models_recommended_sampling_is_read_from_its_generation_config(
+    tmp_path: Path, text: str | None, params: SamplingParams
+) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+
+    assert recommended_sampling(tmp_path) == params
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"temperature": -1}', '{"top_p": "x"}', '{"top_k": []}'])
+def test_recommended_sampling_that_cannot_be_is_an_error_that_names_the_file(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+
+    with pytest.raises(ValueError, match="generation_config.json can't give sampling defaults: "):
+        recommended_sampling(tmp_path)
 
 
 def test_what_a_client_expects_reaches_the_worker(shared: Served, client: Client) -> None:

@@ -150,11 +150,11 @@ class Client:
         request_id: str = "",  # "": the gateway makes one
         max_tokens: int | None = None,  # None: what the context leaves, at most 1,024
         min_tokens: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,  # None, here and in the next four: the deployment's default
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] = MappingProxyType({}),  # added to the logits of these token ids

@@ -39,18 +39,25 @@ def generate(
         typer.Option(help="End after so many tokens; default: what the context leaves, at most 1,024."),
     ] = None,
     min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
-    temperature: Annotated[float, typer.Option(help=f"More is more varied; {RANGES['temperature']}.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help=f"Choose among the K likeliest tokens, {RANGES['top_k']}.")] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help=f"More is more varied; {RANGES['temperature']}; default 0, or the model's."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Choose among the K likeliest tokens, {RANGES['top_k']}.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help=f"Choose among the likeliest tokens that sum to P, {RANGES['top_p']}.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help=f"Choose among the likeliest tokens that sum to P, {RANGES['top_p']}."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help=f"Drop tokens less likely than P times the likeliest, {RANGES['min_p']}.")
-    ] = 0.0,
+        float | None,
+        typer.Option(help=f"Drop tokens less likely than P times the likeliest, {RANGES['min_p']}."),
+    ] = None,
     repetition_penalty: Annotated[
-        float,
+        float | None,
         typer.Option(help=f"Above 1 makes tokens seen before less likely; {RANGES['repetition_penalty']}."),
-    ] = 1.0,
+    ] = None,
     presence_penalty: Annotated[
         float,
         typer.Option(
