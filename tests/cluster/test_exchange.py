@@ -13,13 +13,24 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from peer_stub import SECRET, StubNode, exchange, key_of, payload_of, stub
+from peer_stub import (
+    PAGE_TOKENS,
+    SECRET,
+    StubNode,
+    envelope_of,
+    exchange,
+    key_of,
+    payload_of,
+    stub,
+)
 from waiting import until
 
 from kvtier.cluster import exchange_channels, exchange_wire
 from kvtier.cluster.exchange import PageExchangeProcess
+from kvtier.cluster.exchange_node import is_damaged
 from kvtier.cluster.exchange_wire import TlsFiles
-from kvtier.tier.page import PACKED_ENVELOPE_BYTES
+from kvtier.tier.messages import Grant, HostPage
+from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, page_checksum
 
 
 class Pair:
@@ -197,6 +208,40 @@ def test_another_whole_page_in_a_slot_is_dropped_as_a_damaged_one_is(
 
     until(lambda: not world.away.has(2), "the peer has dropped it")
     assert world.here.stats()["fetched"]["away"]["breaker"] == "closed"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"key": key_of(8)},
+        {"variant": "int8"},
+        {"spec_digest": b"another spec...."},
+        {"tokens": PAGE_TOKENS - 1},
+        {"payload": payload_of(8, 512)},
+    ],
+    ids=["what it says", "key", "variant", "spec", "tokens", "payload"],
+)
+def test_a_slot_is_whole_only_where_it_holds_just_what_its_node_says(change: dict[str, Any]) -> None:
+    """Each change is a whole page by its own checksums."""
+    payload = change.get("payload", payload_of(2, 512))
+    said = envelope_of(2, 512)
+    fields = {name: value for name, value in change.items() if name != "payload"}
+    found = envelope_of(2, 512, **fields)
+    checksum = page_checksum(found.key, found.variant, found.spec_digest, payload)
+    packed = envelope_of(2, 512, **fields, checksum=checksum).pack()
+    slot = bytearray(packed.ljust(HEADER_BYTES, b"\0") + payload)
+    page = HostPage(
+        *((0, 2), Grant(0, 1, 512), said.key, said.variant, said.spec_digest, said.checksum, said.tokens),
+        came_from="L3",
+    )
+
+    assert is_damaged(page, memoryview(slot)) == bool(change)
+
+    for at in (5, HEADER_BYTES + 77):
+        slot[at] ^= 1
+        assert is_damaged(page, memoryview(slot)), "a bit has flipped"
+        slot[at] ^= 1
 
 
 def test_more_calls_than_are_served_at_once_are_refused_for_now(stack: ExitStack, tmp_path: Path) -> None:

@@ -532,6 +532,59 @@ def test_an_empty_message_costs_a_token_before_any_is_rendered(text: Text) -> No
         text.encode_chat([message] * 1001, 1000)
 
 
+@pytest.mark.parametrize("char", ["x", "\N{SNOWMAN}"])
+def test_bounds_of_a_stop_string_are_in_bytes_and_those_of_an_id_in_characters(
+    client: Client, char: str
+) -> None:
+    most = char * (1024 // len(char.encode()))
+    completion(client.generate("ab", max_tokens=1, stop=[most] * 16, request_id=char * 128))
+
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"stop": [most + char]}, "a stop string must be at most 1024 bytes"),
+        ({"stop": ["x"] * 17}, "stop must be at most 16 strings, got 17"),
+        ({"request_id": char * 129}, "request_id must be at most 128 printable characters"),
+    ]
+    for options, named in refused:
+        with pytest.raises(ClientError, match=named) as error:
+            completion(client.generate("ab", max_tokens=1, **options))
+        assert error.value.status == "INVALID_ARGUMENT"
+
+
+def test_an_id_that_is_taken_while_a_prompt_is_read_is_taken(
+    text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were free when they came; whoever is read first has the id, and the other one leaves it alone."""
+    may_end, reading = threading.Event(), threading.Event()
+    encode = text._encode
+
+    def slow(prompt: str, *, add_special_tokens: bool) -> list[int]:
+        if len(prompt) > 4096:
+            reading.set()
+            assert may_end.wait(120)
+        return encode(prompt[:8], add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(text, "_encode", slow)
+    with (
+        serving(text, is_manual=True) as served,
+        connect(served.endpoint) as client,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        [worker] = served.workers
+        late = clients.submit(lambda: completion(client.generate("x" * 5000, max_tokens=2, request_id="r")))
+        assert reading.wait(120)
+        first = clients.submit(lambda: completion(client.generate("ab", max_tokens=2, request_id="r")))
+        assert eventually(lambda: bool(worker.running))
+        may_end.set()
+
+        with pytest.raises(ClientError, match="'r' is in flight") as refused:
+            late.result(120)
+        assert refused.value.status == "ALREADY_EXISTS"
+        for _ in range(2):
+            served.call(worker.step)
+        assert first.result(120)["text"] == "ab"
+        assert eventually(lambda: served.core.in_flight == 0)
+
+
 def test_others_are_served_while_long_prompts_are_read(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, reading = threading.Event(), threading.Semaphore(0)
     encode = text._encode
