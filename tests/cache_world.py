@@ -307,7 +307,7 @@ class World:
         self.to_wipe: set[Place] = set()
         self.number = 0  # of the latest clear that has one
         self.applied: dict[bytes | None, int] = {}  # tenant -> number of the clear that the node has heard of
-        self.clearing: set[bytes | None] = set()
+        self.clearing: set[tuple[bytes | None, int]] = set()  # clears that have begun, with their numbers
         self.to_catch_up: deque[tuple[bytes, int]] = deque()
         self.answers: dict[int, tuple[tuple[bytes, Outcome], ...]] = {}
         self.notes: list[str] = []
@@ -352,11 +352,15 @@ class World:
         return max(self.applied.get(tenant, 0), self.applied.get(None, 0))
 
     def _clear_begins(self, tenant: bytes | None, number: int) -> None:
-        self.clearing.add(tenant)
+        self.clearing.add((tenant, number))
         self.applied[tenant] = max(number, self.applied.get(tenant, 0))
 
-    def _is_cleared(self, tenant: bytes | None) -> None:
-        self.clearing.discard(tenant)
+    def is_clearing(self, tenant: bytes) -> bool:
+        """Whether a clear of a tenant has begun and is not over."""
+        return any(whose in (None, tenant) for whose, _ in self.clearing)
+
+    def _is_cleared(self, tenant: bytes | None, number: int) -> None:
+        self.clearing.discard((tenant, number))
         self._is_of_before(tenant)
 
     def _is_of_before(self, tenant: bytes | None) -> None:
@@ -386,7 +390,7 @@ class World:
             self._clear_begins(event.tenant, event.number)
         if isinstance(event, Clear):
             self._clear_begins(event.tenant, event.number)
-            self._is_cleared(event.tenant)
+            self._is_cleared(event.tenant, event.number)
         commands = self.node.handle(event, self.now)
         for command in commands:
             self._obey(command)
@@ -404,7 +408,7 @@ class World:
                 self._clear_begins(tenant, number)
         if isinstance(message, Locate):
             worker.asked_in_clear.discard(message.request_id)
-            if self.clearing & {None, message.tenant}:
+            if self.is_clearing(message.tenant):
                 worker.asked_in_clear.add(message.request_id)
         (heard,) = ipc.FrameReader(ToNode).feed(ipc.frame(message))
         self.tell(FromWorker(worker.ref, heard))  # type: ignore[arg-type]  # the decoder's union
@@ -966,7 +970,7 @@ class World:
         if (
             located.missing is not None
             and located.missing.reason in ("costlier", "no_room", "cache_off")
-            or (self.clearing & {None, asked.tenant})
+            or (self.is_clearing(asked.tenant))
         ):
             return
         for pages in range(located.pages + 1, end + 1):

@@ -111,9 +111,8 @@ class CacheState(LentFrames):
         self._pins_to_come: dict[Page, None] = {}
         self._misses = Misses(self.limits.gone, self.limits.roots, self.limits.contents)
         self._clears = clears or Clears()  # that what is here has been cleared by
-        self._clearing: dict[
-            Tenant, None
-        ] = {}  # clears that have begun: nothing of theirs is looked up until they are over
+        # Clears that have begun, with their numbers: nothing of theirs is looked up until they are over.
+        self._clearing: dict[tuple[Tenant, int], None] = {}
         self._awaits_clears = awaits_clears  # it may have missed some: nothing is served until ClearsKnown
 
         self._slots = host
@@ -234,7 +233,7 @@ class CacheState(LentFrames):
 
     def clears(self) -> list[tuple[bytes, int]]:
         """The clear epochs that what is here has been cleared by: not those of clears that are under way."""
-        under_way = {tenant or EVERYONE for tenant in self._clearing}
+        under_way = {tenant or EVERYONE for tenant, _ in self._clearing}
         return [one for one in self._clears.numbers() if one[0] not in under_way]
 
     def holds(self, among: Iterable[PageId] | None = None) -> dict[TierName, list[bytes]]:

@@ -163,8 +163,7 @@ class Coordinator(Savings, Lending):
             case ClearPages():
                 self._answer(event.ticket, self._clear_pages(event.pages))
             case Clear():
-                self._begin_clear(event.tenant, event.number)
-                self._answer(event.ticket, self._clear(event.tenant))
+                self._answer(event.ticket, self._end_clear(event.tenant, event.number))
             case Verify():
                 self._verify(event.ticket, event.keys)
             case Drain():

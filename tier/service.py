@@ -586,10 +586,14 @@ class CacheService:
 
     def _catch_up(self, tenant: bytes, number: int) -> None:
         """On a thread of its own, as a caller of `clear`; one for each number that a worker brings."""
-        try:
-            self.clear(tenant, number)
-        except (ServiceStopped, TimeoutError) as error:
-            log.warning("a clear that this node missed isn't done: %s", error)
+        while True:
+            try:
+                self.clear(tenant, number)
+                return
+            except TimeoutError:  # the disk is slow: nothing of the tenant's is looked up until it is done
+                log.warning("a clear that this node missed takes long, and goes on")
+            except ServiceStopped:
+                return  # the next start finishes it
 
     def _answer(self, ticket: _Ticket, results: Results) -> None:
         if not ticket.durable or self._mover is None:

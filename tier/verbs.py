@@ -132,7 +132,7 @@ class Verbs(Uses):
 
     def _begin_clear(self, tenant: bytes | None, number: int) -> None:
         """From now on pages count as the tenant's only if they were made since the clear of this number."""
-        self._clearing[tenant] = None
+        self._clearing[tenant, number] = None
         if number:
             self._clears.note(tenant, number)
         if self._ssd is not None:
@@ -145,10 +145,16 @@ class Verbs(Uses):
             self._out.append(CatchUp(tenant, number))
 
     def _is_being_cleared(self, tenant: bytes) -> bool:
-        return bool(self._clearing) and (tenant in self._clearing or None in self._clearing)
+        return any(whose in (None, tenant) for whose, _ in self._clearing)
+
+    def _end_clear(self, tenant: bytes | None, number: int) -> list[tuple[bytes, Outcome]]:
+        """The last step of a clear, or all of one that has not begun."""
+        if (tenant, number) not in self._clearing:
+            self._begin_clear(tenant, number)
+        del self._clearing[tenant, number]
+        return self._clear(tenant)
 
     def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
-        self._clearing.pop(tenant, None)
         self._misses.forget_tenant(tenant)
         self._save_stored()
         if self._ssd is not None:

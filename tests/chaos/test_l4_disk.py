@@ -13,6 +13,8 @@ from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES, Peer, wait_until
 
 from kvtier.cluster.l4_folders import l4_folder
 from kvtier.cluster.node import CacheNodeProcess
+from kvtier.tier.base import Outcome
+from kvtier.tier.identity import tenant_digest
 from kvtier.tier.page import TierName
 from kvtier.tier.score import PolicySettings
 
@@ -30,7 +32,9 @@ def small(tmp_path: Path) -> Iterator[Disk]:
 
 
 @contextmanager
-def node(folder: Path, small: Disk, store: Any, *, needs_l4: bool = True) -> Iterator[CacheNodeProcess]:
+def node(
+    folder: Path, small: Disk, store: Any, *, needs_l4: bool = True, awaits_clears: bool = False
+) -> Iterator[CacheNodeProcess]:
     process = CacheNodeProcess(
         node_id="node-0",
         socket_path=str(folder / "run" / "sock"),
@@ -44,6 +48,7 @@ def node(folder: Path, small: Disk, store: Any, *, needs_l4: bool = True) -> Ite
         policy=PolicySettings(),
         write="through",
         shares={},
+        awaits_clears=awaits_clears,
     )
     try:
         yield process
@@ -110,6 +115,38 @@ def test_a_node_made_anew_goes_on_without_l4_and_finds_its_pages_once_the_disk_i
         assert came_from(peer, 3) == ["L4"] * 3
         wait_until(process.idle)
         peer.close()
+
+
+@both_stores
+def test_a_clear_on_a_disk_that_broke_is_deferred_and_done_before_the_repaired_disk_is_served(
+    tmp_path: Path, small: Disk, store: str
+) -> None:
+    ada = tenant_digest("ada")
+    with node(tmp_path, small, store) as process:
+        peer = Peer(tmp_path)
+        peer.store(0, 3)
+        wait_until(lambda: process.idle() and process.stats().tiers[TierName.SSD].pages == 3)
+        small.settle()
+        small.fail()
+
+        cleared = process.clear("ada", 7)
+
+        assert set(cleared.pages.outcomes()) == {Outcome.DEFERRED}
+        assert {(left.tier, left.error) for left in cleared.left} <= {
+            (TierName.SSD, name) for name in ("EROFS", "EIO")
+        }
+        assert cleared.left and came_from(peer, 3) == []
+        peer.close()
+    small.unmount()
+    small.mount()
+    with node(tmp_path, small, store, awaits_clears=True) as process:
+        peer = Peer(tmp_path)
+        assert came_from(peer, 3) == []
+        process.know([(ada, 7)])
+        assert came_from(peer, 3) == []
+        peer.close()
+    with node(tmp_path, small, store) as process:
+        assert process.stats().tiers[TierName.SSD].pages == 0 and process.clears() == [(ada, 7)]
 
 
 @both_stores
