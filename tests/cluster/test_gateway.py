@@ -570,9 +570,10 @@ def test_an_id_that_is_taken_while_a_prompt_is_read_is_taken(
         ThreadPoolExecutor(2) as clients,
     ):
         [worker] = served.workers
-        late = clients.submit(lambda: completion(client.generate("x" * 5000, max_tokens=2, request_id="r")))
+        options: dict[str, Any] = {"max_tokens": 2, "request_id": "r", "timeout_s": 30}
+        late = clients.submit(lambda: completion(client.generate("x" * 5000, **options)))
         assert reading.wait(120)
-        first = clients.submit(lambda: completion(client.generate("ab", max_tokens=2, request_id="r")))
+        first = clients.submit(lambda: completion(client.generate("ab", **options)))
         assert eventually(lambda: bool(worker.running))
         may_end.set()
 
