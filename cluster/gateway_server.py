@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -20,7 +21,8 @@ from kvtier.cluster.addresses import bind_error
 from kvtier.cluster.config import GrpcConfig, TLSConfig
 from kvtier.cluster.gateway_cache import CacheVerbs
 from kvtier.cluster.gateway_core import STOPPED, GatewayCore
-from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.gateway_requests import Refusal, invalid
+from kvtier.cluster.gateway_wire import excess
 from kvtier.proto import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvtier.workers.api import QueueFull
 from kvtier.workers.endpoints import Endpoint
@@ -33,7 +35,17 @@ CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
 MAX_MESSAGE_CHARS = 1000  # of a status message ...
 MAX_MESSAGE_BYTES = 4096  # ... and what it takes in the trailers, of which clients take 8 KiB in all
 TELL_S = 1.0  # for clients to hear why their streams end
+_METHODS: dict[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for file in (inference_pb2.DESCRIPTOR, cache_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+
 ADMIN_RPCS = 256  # calls at once beside Generate: health watchers, statistics
+
+REQUEST_S = 10.0  # from the beginning of a call until its request is there
+PARSED_AT_ONCE_BYTES = 64 * 2**10  # whatever is in them: some milliseconds
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -157,12 +169,12 @@ def _why_not(host: str, port: int) -> str:
     return f"can't listen on {where}: {reason}; set grpc.port to another (0: any free one)"
 
 
-class _Unreadable:
-    """Stands for a request whose bytes are no message of its method."""
-
-
 class _ReadableRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers bytes that are no request of a method of ours with INVALID_ARGUMENT; gRPC itself says UNKNOWN."""
+    """Answers bytes that are no request of a method of ours with INVALID_ARGUMENT; gRPC itself says UNKNOWN.
+
+    A call whose request does not come within REQUEST_S is ended: it takes the place of others. A long one is looked
+    through on another thread first, so that parsing it is no long turn of the loop.
+    """
 
     async def intercept_service(
         self,
@@ -170,35 +182,44 @@ class _ReadableRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = await continuation(handler_call_details)
-        service, _, method = handler_call_details.method.lstrip("/").partition("/")
-        if service not in (INFERENCE, CACHE) or handler is None:
-            return handler
-        return _checked(handler, method)
+        method = _METHODS.get(handler_call_details.method)
+        return handler if method is None or handler is None else _checked(handler, method)
 
 
-def _checked(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    deserialize = handler.request_deserializer
+def _checked(handler: Any, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+    """As a handler of a stream of requests, which is the same on the wire: only such a one reads its request itself."""
     answer = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-    def read(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Unreadable()
-
-    async def checked(request: Any, context: Context) -> Any:
-        if isinstance(request, _Unreadable):
-            await _refuse(
-                context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no request of {method}")
-            )
-        return await answer(request, context)
+    async def checked(requests: Any, context: Context) -> Any:
+        return await answer(await _read(context, handler.request_deserializer, method), context)
 
     make = (
-        grpc.unary_stream_rpc_method_handler
+        grpc.stream_stream_rpc_method_handler
         if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
+        else grpc.stream_unary_rpc_method_handler
     )
-    return make(checked, read, handler.response_serializer)
+    return make(checked, None, handler.response_serializer)
+
+
+async def _read(context: Context, deserialize: Callable[[bytes], T], method: MethodDescriptor) -> T:
+    """The request of a call."""
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            data = await context.read()
+    except TimeoutError:
+        await _refuse(
+            context, Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came in {REQUEST_S:g} s")
+        )
+    if not isinstance(data, bytes):
+        await _refuse(context, invalid(f"the call ended without a request of {method.name}"))
+    if len(data) > PARSED_AT_ONCE_BYTES:
+        loop = asyncio.get_running_loop()
+        if too_much := await loop.run_in_executor(None, excess, data, method.input_type):
+            await _refuse(context, invalid(too_much))
+    try:
+        return deserialize(data)
+    except DecodeError:
+        await _refuse(context, invalid(f"the message is no request of {method.name}"))
 
 
 def fitting(message: str) -> str:

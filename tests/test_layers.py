@@ -129,6 +129,7 @@ PURE = (
             "gateway_outcomes",
             "gateway_suspects",
             "gateway_unread",
+            "gateway_wire",
             "life",
         )
     ]

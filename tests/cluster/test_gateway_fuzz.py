@@ -95,7 +95,10 @@ def fill(draw: st.DrawFn, made: Message) -> None:
     for field in made.DESCRIPTOR.fields:
         if not draw(st.booleans()):
             continue
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+            getattr(made, field.name).update(draw(st.dictionaries(values(key), values(value), max_size=20)))
+        elif field.message_type is not None:
             for _ in range(draw(st.integers(1, 3)) if is_list(field) else 1):
                 fill(draw, getattr(made, field.name).add() if is_list(field) else getattr(made, field.name))
         elif is_list(field):
