@@ -304,6 +304,7 @@ class World:
         self.writer: deque[WritePage | CommitCatalogue | WipeSlots | MarkClear | ForgetTenant] = deque()
         # What was made before its tenant's latest clear: slots of L3 that nobody may be leased, places in L4 to be wiped.
         self.cleared_slots: set[int] = set()
+        self.cleared_frames: set[tuple[str, int]] = set()  # the same in L2, by lender and offset
         self.to_wipe: set[Place] = set()
         self.number = 0  # of the latest clear that has one
         self.applied: dict[bytes | None, int] = {}  # tenant -> number of the clear that the node has heard of
@@ -370,6 +371,7 @@ class World:
             return tenant is None or (page[0] in _MADE and tenant == tenant_of(_MADE[page[0]][0]))
 
         self.cleared_slots |= {slot for slot, page in self.host.items() if is_its(page)}
+        self.cleared_frames |= {frame for frame, page in self.peers.items() if is_its(page)}
         in_l4 = {(bytes.fromhex(i.key), i.variant) for i in self.node.pages(None, TierName.SSD, 10**9, 0.0)}
         self.to_wipe |= {self.catalogue[page].place for page in in_l4 if is_its(page)}
         self.to_wipe |= {read.place for read in self.reads if is_its((read.key, read.variant))}
@@ -476,7 +478,12 @@ class World:
             worker.stock.remove(grant)
             key = key_of(tenant, path)
             self.peers[grant.lender, grant.offset] = (key, BF16)
-            page = LentPage(grant, key, BF16, spec_of((0, BF16)), checksum_of(key), PAGE_TOKENS)
+            known = worker.knows_of(tenant_of(tenant))
+            page = LentPage(grant, key, BF16, spec_of((0, BF16)), checksum_of(key), PAGE_TOKENS, known)
+            if known < self.applied_of(tenant_of(tenant)):
+                self.cleared_frames.add((grant.lender, grant.offset))
+            else:
+                self.cleared_frames.discard((grant.lender, grant.offset))
             lent.append(msgspec.structs.replace(page, **wrong))
         worker.recalled = [grant for grant in worker.recalled if grant in worker.stock]
         self.say(worker, StoredInPeer(lent))
@@ -511,6 +518,8 @@ class World:
     def _lease_peer(self, worker: SimWorker, request: str, page: PeerPage) -> None:
         asked = worker.asked[request]
         assert request not in worker.asked_in_clear, "a page is looked up while its tenant is being cleared"
+        frame = page.grant.lender, page.grant.offset
+        assert frame not in self.cleared_frames, "a page from before its tenant's clear is served"
         assert page.grant.lender in worker.arenas, "a page in an arena that the worker doesn't know"
         assert page.grant.lender != worker.ref.incarnation, "a worker reads its own frames"
         assert page.key == asked.chains[page.page[0]].keys[page.page[1] - asked.first_page]

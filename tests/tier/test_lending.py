@@ -460,8 +460,17 @@ class Actors:
     def evict(self, path: str, tier: TierName | None) -> None:
         self.world.ask(Evict, tuple(chain_keys(TENANT, path)), tier)
 
-    def clear(self) -> None:
-        self.world.ask(Clear, None)
+    def clear(self, is_numbered: bool = False) -> None:
+        """Of what workers have told the node, too."""
+        world = self.world
+        world.number += is_numbered
+        world.ask(Clear, None, world.number if is_numbered else 0)
+        while world.to_catch_up:
+            world.ask(Clear, *world.to_catch_up.popleft())
+
+    def hears(self, name: str) -> None:
+        """A worker hears of the latest clear."""
+        self.worker(name).knows[None] = self.world.number
 
     def end(self) -> None:
         """Everybody gives back what it has; then every frame is free, and goes home."""
@@ -547,9 +556,13 @@ class Lives(RuleBasedStateMachine):
     def operator_evicts(self, **what: Any) -> None:
         self.actors.evict(**what)
 
-    @rule()
-    def operator_clears(self) -> None:
-        self.actors.clear()
+    @rule(is_numbered=st.booleans())
+    def operator_clears(self, is_numbered: bool) -> None:
+        self.actors.clear(is_numbered)
+
+    @rule(name=st.sampled_from(NAMES))
+    def hears_of_a_clear(self, name: str) -> None:
+        self.actors.hears(name)
 
     @precondition(lambda self: self.actors.world.writer or self.actors.world.reads)
     @rule()
@@ -582,7 +595,8 @@ def test_busy_lives_break_nothing(seed: int) -> None:
     actors = Actors(World(rng.randint(4, 12), rng.choice([0, 8]), policy=policy, write=rng.choice(WRITES)))
     rare = [
         lambda: actors.die(rng.choice(NAMES)),
-        lambda: actors.clear(),
+        lambda: actors.clear(rng.random() < 0.5),
+        lambda: actors.hears(rng.choice(NAMES)),
         lambda: actors.push(rng.choice(NAMES), rng.choice(PATHS), tokens=3),
         lambda: actors.push_stale(rng.choice(NAMES), "a"),
     ]

@@ -100,6 +100,28 @@ def test_a_worker_that_is_behind_saves_nothing_that_the_node_takes_for_made_sinc
         assert len({page.key for page in service.pages()}) == 2
 
 
+def test_a_worker_that_reconnects_while_its_tenant_is_cleared_brings_nothing_back(
+    runner: Slowed, tmp_path: Path
+) -> None:
+    """It gives a node that came back all that its L1 has: the node was cleared meanwhile, the worker not yet."""
+    with serving(runner, tmp_path / "s", connected=False) as client:
+        with caching(tmp_path, l4_bytes=0) as service:
+            until(lambda: client.worker.is_connected, "the worker is connected")
+            client.generate(prompt(40))
+            client.generate(prompt(40), tenant="other")
+            settle(client.worker, service)
+        with caching(tmp_path, l4_bytes=0) as service:
+            service.clear("default", 7)
+            until(lambda: client.worker.is_connected, "it is connected again")
+            settle(client.worker, service)
+            assert {page.tenant for page in service.pages()} == {tenant_digest("other").hex()}
+
+            client.worker.clear("default", 7)
+            assert client.generate(prompt(40)).cached == {}
+            settle(client.worker, service)
+            assert len(service.pages("default")) == 2
+
+
 def test_a_request_that_knows_of_a_later_clear_finds_nothing_from_before_it(
     runner: Slowed, tmp_path: Path
 ) -> None:
