@@ -285,6 +285,23 @@ def test_a_cleared_tenants_page_does_not_come_back_from_a_peer() -> None:
     assert world.held(TierName.PEER) == set() and l2(world).used_bytes == 0
 
 
+def test_a_copy_that_began_before_a_clear_is_not_taken_for_the_page_that_was_made_since() -> None:
+    """The borrower hasn't heard of the clear; another worker has, and has made the same page anew."""
+    world, _, borrower = lending_world()
+    put(world, borrower, "a")
+    world.say(borrower, WantFrames(1, PAYLOAD_BYTES))
+    world.ask(Clear, tenant_of(TENANT), 7)
+    other = world.connect("other", "o1")
+    other.knows[tenant_of(TENANT)] = 7
+    world.want(other, 1)
+    world.store(other, TENANT, "a")
+
+    world.store_in_peers(borrower, [(TENANT, "a")])
+
+    assert world.held(TierName.HOST) == {(key_of(TENANT, "a"), "bf16")}
+    assert world.held(TierName.PEER) == set() and l2(world).used_bytes == 0
+
+
 def test_operators_see_and_evict_what_is_in_l2() -> None:
     world, _, borrower = lending_world()
     put(world, borrower, "ab")
