@@ -925,7 +925,7 @@ def test_stopping_refuses_new_requests_and_finishes_those_in_flight(text: Text) 
         assert eventually(lambda: served.core.in_flight == 1)
 
         served.call(served.core.stop)
-        with pytest.raises(ClientError, match="shutting down") as refused:
+        with pytest.raises(ClientError, match="is stopping") as refused:
             completion(client.generate([1]))
         served.call(served.workers[0].step)
 
