@@ -1,7 +1,7 @@
 """Starts a deployment's supervisor over and over, each time with a signal at the next thing that it does; prints what it left.
 
-A moment is an audit event of the main thread: a file opened, made, renamed or removed, a process started, a socket bound. What
-the supervisor launches is a process and some files here, in place of Ray, so that hundreds of starts take seconds.
+A moment is an audit event of the main thread: a file made, renamed or removed, a process started, a socket bound; and the return
+of each function of the supervisor. What the supervisor launches is a process and some files here, in place of Ray, so that hundreds of starts take seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from kvtier.cli import main, supervisor
+from kvtier.cli import supervisor, up
+from kvtier.cluster.config import Config, load_config
 
 MOMENTS = frozenset(
     ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.kill", "subprocess.Popen", "socket.bind")
@@ -77,25 +78,36 @@ def writes(arguments: Any) -> bool:
     return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-def signalled(numbers: dict[int, int], told: int) -> None:
-    """Run `kvtier up` with these signals at these moments; writes how many moments there were."""
+def signalled(config: Config, numbers: dict[int, int], told: int) -> None:
+    """Run a supervisor with these signals at these moments; writes how many moments there were."""
     seen = 0
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def passed() -> None:
         nonlocal seen
+        at, seen = seen, seen + 1
+        os.pwrite(told, b"%8d" % seen, 0)
+        if at in numbers:
+            os.kill(os.getpid(), numbers.pop(at))
+
+    def profile(frame: types.FrameType, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code.co_filename == supervisor.__file__:
+            passed()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if (
             event not in MOMENTS
             or (event == "open" and not writes(arguments))
             or threading.current_thread() is not threading.main_thread()
         ):
             return
-        at, seen = seen, seen + 1
-        os.pwrite(told, b"%8d" % seen, 0)
-        if at in numbers:
-            os.kill(os.getpid(), numbers.pop(at))
+        passed()
 
     sys.addaudithook(hook)
-    main()
+    sys.setprofile(profile)
+    try:
+        supervisor.Supervisor(config, up._Foreground()).run()
+    except KeyboardInterrupt:
+        os._exit(130)
 
 
 def left(folder: Path) -> list[str]:
@@ -111,24 +123,23 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-def tried(folder: Path, numbers: dict[int, int]) -> tuple[int, dict[str, Any]]:
+def tried(folder: Path, config: Config, numbers: dict[int, int]) -> tuple[int, dict[str, Any]]:
     """How many moments a start with these signals had, and what came of it."""
     with open(folder / "told", "w+b") as told:
         pid = os.fork()
         if pid == 0:
+            code = 99
             try:
-                signalled(dict(numbers), told.fileno())
-            except SystemExit as ended:
-                sys.stdout.flush()
-                os._exit(ended.code if isinstance(ended.code, int) else 1)
+                signalled(config, dict(numbers), told.fileno())
+                code = 0
             finally:
-                os._exit(99)
+                os._exit(code)
         _, status = os.waitpid(pid, 0)
         moments = int(os.pread(told.fileno(), 8, 0) or b"0")
     return moments, {"signals": numbers, "code": os.waitstatus_to_exitcode(status), "left": left(folder)}
 
 
-def run(folder: Path, is_twice: bool) -> list[dict[str, Any]]:
+def run(folder: Path, config: Config, is_twice: bool) -> list[dict[str, Any]]:
     """Every moment of a start, with one signal, or with another at the next moment."""
     supervisor.TMP = folder / "tmp"
     launch: Any = types.ModuleType("kvtier.cluster.launch")
@@ -137,7 +148,7 @@ def run(folder: Path, is_twice: bool) -> list[dict[str, Any]]:
     results, moments, at = [], 1, 0
     while at < moments:
         number = SIGNALS[at % len(SIGNALS)]
-        reached, result = tried(folder, {at: number} | ({at + 1: number} if is_twice else {}))
+        reached, result = tried(folder, config, {at: number} | ({at + 1: number} if is_twice else {}))
         moments = max(moments, reached)
         results.append(result)
         at += 1
@@ -145,6 +156,5 @@ def run(folder: Path, is_twice: bool) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    where, how, *arguments = sys.argv[1:]
-    sys.argv = ["kvtier", *arguments]
-    print(json.dumps(run(Path(where), how == "twice")))
+    where, how, *overrides = sys.argv[1:]
+    print(json.dumps(run(Path(where), load_config(None, tuple(overrides)), how == "twice")))
