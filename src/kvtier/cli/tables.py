@@ -29,6 +29,7 @@ class Rows:
         self._rows = rows
         self._right = right
         self._keys = range(min(keys, len(columns)))
+        self._widths = [self._unbroken_width(column) for column in range(len(columns))]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         for number, columns in enumerate(self._parts(options.max_width)):
@@ -48,19 +49,14 @@ class Rows:
         return parts
 
     def _least_width(self, columns: Sequence[int]) -> int:
+        return sum(self._widths[column] for column in columns) + _BETWEEN * (len(columns) - 1)
+
+    def _unbroken_width(self, column: int) -> int:
         """With no number and no key wrapped, and no word of a text broken."""
-        widths = [
-            max(cell_len(part) for cell in self._cells(column) for part in self._unbroken(column, cell))
-            for column in columns
-        ]
-        return sum(widths) + _BETWEEN * (len(widths) - 1)
-
-    def _unbroken(self, column: int, cell: str) -> list[str]:
         is_whole = column in self._keys or self._columns[column] in self._right
-        return (cell.splitlines() if is_whole else cell.split()) or [""]
-
-    def _cells(self, column: int) -> list[str]:
-        return [self._columns[column], *(str(row[column]) for row in self._rows)]
+        cells = {self._columns[column], *(str(row[column]) for row in self._rows)}
+        parts = (part for cell in cells for part in (cell.splitlines() if is_whole else cell.split()))
+        return max(map(cell_len, parts), default=0)
 
     def _grid(self, columns: Sequence[int], title: str | None, width: int) -> Table:
         grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_edge=False)
