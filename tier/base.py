@@ -61,6 +61,7 @@ class SegmentAllocator:
         self._open: dict[int, dict[int, None]] = {}
         self._segments: Counter[int] = Counter()  # slot size -> segments that serve it
         self._closed: set[int] = set()
+        self._retired: dict[int, bool] = {}  # segments that the disk has no room for -> is it free
 
     def alloc(self, slot_bytes: int, *, may_start: bool = True) -> Place | None:
         """A free slot of this size, or None when the tier must make room first.
@@ -110,7 +111,10 @@ class SegmentAllocator:
             if not self._segments[slot_bytes]:
                 del self._segments[slot_bytes]
             self._closed.discard(place.segment)
-            self._free_segments.append(place.segment)
+            if place.segment in self._retired:
+                self._retired[place.segment] = True
+            else:
+                self._free_segments.append(place.segment)
         elif place.segment not in self._closed:
             self._open.setdefault(slot_bytes, {})[place.segment] = None
 
@@ -124,6 +128,25 @@ class SegmentAllocator:
         self._closed.discard(segment)
         if self._free.get(segment):
             self._open.setdefault(self._slot_bytes[segment], {})[segment] = None
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether there are segments that `retire` took out of use."""
+        return bool(self._retired)
+
+    def retire(self, segment: int) -> None:
+        """Hand out no slots of a segment that is in use, when it is free neither, until `restore`."""
+        self._retired[segment] = False
+        self.close(segment)
+
+    def restore(self) -> None:
+        """End every `retire`."""
+        retired, self._retired = self._retired, {}
+        for segment, is_free in retired.items():
+            if is_free:
+                self._free_segments.append(segment)
+            else:
+                self.reopen(segment)
 
     def slot_size(self, place: Place) -> int:
         """Bytes of the slots in this place's segment."""
@@ -171,7 +194,9 @@ class SegmentAllocator:
         assert used == self.used_bytes <= self.capacity_bytes, f"{self.used_bytes} used, {used} counted"
         assert all(self._open.values()) and self._closed <= self._slot_bytes.keys()
         assert self._segments == Counter(self._slot_bytes.values())
-        assert sorted([*self._free_segments, *self._slot_bytes]) == list(self._numbers)
+        retired = [segment for segment, is_free in self._retired.items() if is_free]
+        assert sorted([*self._free_segments, *retired, *self._slot_bytes]) == list(self._numbers)
+        assert self._retired.keys() - set(retired) <= self._closed
 
 
 class Tier(Protocol):

@@ -325,6 +325,7 @@ class CheckedState(CheckedFrames):
         pages = [page for page in self._pages.values() if page.ssd is not None]
         assert self._ssd_holds.keys == kinds_by_key(pages)
         sealed = [page.ssd for page in pages if page.ssd is not None]
+        assert self._ssd_at == {page.ssd.entry.place: page for page in pages if page.ssd is not None}
         entries = [c.entry for c in (*sealed, *self._leaving)] + [w.entry for w in self._writes.values()]
         assert len({e.place for e in entries}) == len(entries), "two pages in one slot"
         assert max((entry.generation for entry in entries), default=0) <= self._ssd_generation

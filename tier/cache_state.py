@@ -151,6 +151,9 @@ class CacheState(LentFrames):
         self._leaving: dict[SsdCopy, Page] = {}  # dropped from the catalogue, still being read
         self._ssd_generation = max((e.generation for e in recovered), default=0)
         self._ssd_failing = False
+        self._ssd_at: dict[Place, Page] = {}  # the pages that are found in L4, by where they lie
+        self._ssd_emptying: int | None = None  # a segment whose pages leave in parts, for another size
+        self._ssd_restored_at = 0.0  # when segments that the disk had no room for are tried again
         self._touched: dict[Page, None] = {}
 
         self._workers: dict[WorkerRef, Worker] = {}
@@ -299,6 +302,7 @@ class CacheState(LentFrames):
             last_use = min(latest, entry.last_use_s - offset_s)
             page = self._create(entry.envelope, entry.content, last_use)
             page.ssd = SsdCopy(entry)
+            self._ssd_at[entry.place] = page
             page.uses = entry.uses
             self._shares.take(TierName.SSD, page.owner, entry.slot_bytes)
             self._enter(page, TierName.SSD)
@@ -405,6 +409,7 @@ class CacheState(LentFrames):
         """The record goes now, the slot when its readers are gone."""
         copy, page.ssd = page.ssd, None
         assert copy is not None
+        del self._ssd_at[copy.entry.place]
         if page.leaving is Leaving.SINKS and page.envelope.key not in self._children:
             page.leaving = Leaving.GOES
         self._exit(page, TierName.SSD)

@@ -14,7 +14,7 @@ from kvtier.tier.messages import ToNode, ToWorker
 from kvtier.tier.page import Envelope, PageKey, TierName
 
 PageId = tuple[bytes, str]  # (key, variant)
-Failure = Literal["missing", "corrupt", "io"]  # why a piece of I/O failed
+Failure = Literal["missing", "corrupt", "io", "full"]  # why a piece of I/O failed; full: the disk has no room
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ event, whatever the disk or the page's bytes did.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -335,4 +336,4 @@ def _failure(error: OSError | PageCorrupt | PageMissing) -> Failure:
         case PageMissing():
             return "missing"
         case OSError():
-            return "io"
+            return "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "io"

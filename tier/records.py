@@ -34,7 +34,9 @@ class Limits:
     contents: int = 4096
     contents_unsaved: int = 256  # new prompts that a killed node may forget
     persist_every: int = 512  # used pages whose use the catalogue doesn't know yet
-    evictions_per_write: int = 4096  # L4 pages of other sizes that one page may push out
+    evictions_per_write: int = (
+        1024  # L4 pages that one event may push out for a page, of another size perhaps
+    )
     fetches: int = 16  # from other nodes at once
     fetches_per_peer: int = 4  # ... of one node; more hide its latency, fewer leave more to what comes next
     fetch_pages: int = 64  # pages of one Fetch; more batch better, fewer make a lost one cheaper

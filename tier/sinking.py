@@ -16,6 +16,8 @@ from kvtier.tier.shares import UNLIMITED
 
 READY_SHARE = 128  # one slot in so many of a size is kept free, or ready to be
 SPARE_SHARE = 32  # copies in L4 are few that are at most one in so many
+OTHERS_TRIED = 16  # pages of other sizes that leave L4 for one that comes, before a whole segment does
+RETIRED_S = 60.0  # before a segment that the disk had no room for is tried again
 SPARE = (SsdRank.SPENT, SsdRank.SPARE)
 
 
@@ -76,7 +78,14 @@ class Sinking(HostRoom):
             if page is None or (self._writes and self._write_bytes + page.slot_bytes > self.max_write_bytes):
                 return
             place = self._ssd_place(page)
-            busy = self._leaving or self._reads or self._queue or self._checks or self._writes
+            busy = (
+                self._ssd_emptying is not None
+                or self._leaving
+                or self._reads
+                or self._queue
+                or self._checks
+                or self._writes
+            )
             if page not in self._to_write:
                 continue  # another gave way for it
             if place is None and busy and page.leaving is not Leaving.GOES:
@@ -122,27 +131,54 @@ class Sinking(HostRoom):
         else:
             self._ssd_counters.demoted_pages += 1
             page.ssd = SsdCopy(write.entry)
+            self._ssd_at[write.entry.place] = page
             self._enter(page, TierName.SSD)
             self._settle(page)
         self._end_read(write.copy)
 
     def _write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
         write = self._end_write(transfer)
+        if failure == "full":
+            self._retire_segment(write.entry.place.segment)
         self._free_place(write.page, write.entry.place, write.wipe)
         if failure == "corrupt":
             self._drop_corrupt(write.copy, "the write to L4")
         elif not self._ssd_failing:
             self._ssd_failing = True
-            self._note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
+            if failure == "full":
+                self._note(
+                    f"the disk of L4 has no room for another segment, it goes on with those it has: {detail}"
+                )
+            else:
+                self._note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
         if write.page.host is not None:
             self._give_up(write.page)
         self._end_read(write.copy)
 
     # ---- room in L4 --------------------------------------------------------------------------------------------
 
-    def _ssd_place(self, page: Page) -> Place | None:
-        """A slot of L4 for a page, made free if need be. None where that isn't possible now, or the page gives way."""
+    def _retire_segment(self, segment: int) -> None:
+        """The disk has no room for this segment: L4 goes on with the others, and tries it again after a while.
+
+        One that has pages has its room already.
+        """
         assert self._ssd is not None
+        if not any(place in self._ssd_at for place in self._ssd.used_in(segment)):
+            self._ssd.retire(segment)
+            self._ssd_restored_at = self._now + RETIRED_S
+
+    def _ssd_place(self, page: Page) -> Place | None:
+        """A slot of L4 for a page, made free if need be. None where that isn't possible now, or the page gives way.
+
+        Slots of other sizes are of no use to it, but for all of a segment: where what leaves first is of other sizes,
+        a segment of it goes.
+        """
+        assert self._ssd is not None
+        if self._ssd.has_retired and self._now >= self._ssd_restored_at:
+            self._ssd.restore()
+        if self._ssd_emptying is not None and not self._go_on_emptying(self._ssd_emptying):
+            return None
+        others = 0  # victims of other sizes
         for _ in range(self.limits.evictions_per_write):
             excess = self._shares.excess(TierName.SSD, page.owner, page.slot_bytes)
             place = None if excess else self._ssd.alloc(page.slot_bytes)
@@ -152,14 +188,55 @@ class Sinking(HostRoom):
             victim = self._ssd_victim_of(over)
             if victim is None and not excess:
                 victim = self._ssd_victim_of([UNLIMITED])
-            if victim is None:
+            if victim is None or self._gives_way(page, victim):
                 return None
-            if self._gives_way(page, victim):
+            is_other = not excess and victim.slot_bytes != page.slot_bytes
+            others += is_other
+            wants_segment = is_other and (others > OTHERS_TRIED or not self._ssd.segments_of(page.slot_bytes))
+            if wants_segment and self._begin_ssd_emptying(victim):
+                if self._ssd_emptying is not None:
+                    return None
+            elif others > 2 * OTHERS_TRIED:
                 return None
-            self._ssd_counters.evicted_pages += 1
-            self._drop_ssd(victim)
-            self._lost_if_nowhere(victim, "evicted", self._by_policy(victim, TierName.SSD))
+            else:
+                self._evict_ssd(victim)
         return None
+
+    def _evict_ssd(self, page: Page) -> None:
+        self._ssd_counters.evicted_pages += 1
+        self._drop_ssd(page)
+        self._lost_if_nowhere(page, "evicted", self._by_policy(page, TierName.SSD))
+
+    def _begin_ssd_emptying(self, victim: Page) -> bool:
+        """All pages of this one's segment leave, so that it may serve another size; False, and none does, unless all may."""
+        assert self._ssd is not None and victim.ssd is not None
+        segment = victim.ssd.entry.place.segment
+        pages = [self._ssd_at.get(place) for place in self._ssd.used_in(segment)]
+        # None: it is being written, or still read after it left
+        if any(page is None or page.pinned or page.ssd is None or page.ssd.readers for page in pages):
+            return False
+        self._ssd.close(segment)
+        self._ssd_emptying = segment
+        self._go_on_emptying(segment)
+        return True
+
+    def _go_on_emptying(self, segment: int) -> bool:
+        """As many pages of it leave as one event may push out; whether that is over, be it that one is pinned now."""
+        assert self._ssd is not None
+        pages = [
+            page for place in self._ssd.used_in(segment) if (page := self._ssd_at.get(place)) is not None
+        ]
+        if any(page.pinned for page in pages):
+            self._ssd.reopen(segment)
+            self._ssd_emptying = None
+            return True
+        free = [page for page in pages if page.ssd is not None and not page.ssd.readers]
+        free.sort(key=lambda page: -page.envelope.depth)  # what is left can be found by its prefix
+        for page in free[: None if self._draining else self.limits.evictions_per_write]:
+            self._evict_ssd(page)
+        if not self._ssd.used_in(segment):
+            self._ssd_emptying = None
+        return self._ssd_emptying is None
 
     def _ssd_victim_of(self, owners: list[bytes]) -> Page | None:
         """What leaves L4 first of what these owners have there."""

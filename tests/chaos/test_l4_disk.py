@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 from chaos_root import Disk, Unable, disk
 from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES, Peer, wait_until
+from tier_pages import VARIANT, entry_of, page_key, write_page
 
 from kvtier.cluster.l4_folders import l4_folder
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.tier.base import Outcome
+from kvtier.tier.base import Outcome, Place
 from kvtier.tier.identity import tenant_digest
-from kvtier.tier.page import TierName
+from kvtier.tier.page import TierName, slot_bytes
 from kvtier.tier.score import PolicySettings
+from kvtier.tier.ssd import open_ssd
 
 DISK_BYTES = 40 << 20
 both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
@@ -164,3 +167,35 @@ def test_a_node_made_anew_on_a_full_disk_serves_its_pages(tmp_path: Path, small:
             assert came_from(peer, 3) == ["L4"] * 3
             wait_until(process.idle)
             peer.close()
+
+
+def test_a_disk_with_less_room_than_l4_was_promised_keeps_what_is_left_for_others(
+    tmp_path: Path, small: Disk
+) -> None:
+    """A segment that the disk refuses gives back what it took of it, and pages go on in those there are."""
+    payload = 2**20
+    folder = small.folder / "l4"
+    tier = open_ssd(folder, 2 * DISK_BYTES, "slab", slot_bytes(payload))
+    refused = 0
+    written: dict[int, Place] = {}
+    while refused < 3:
+        place = tier.allocator.alloc(slot_bytes(payload))
+        assert place is not None
+        try:
+            write_page(tier, place, len(written), payload)
+            tier.commit([entry_of(len(written), place, payload)])
+            written[len(written)] = place
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            refused += 1
+    assert len(written) >= 8
+
+    (small.folder / "somebody's").write_bytes(bytes(2**20))
+    number, place = 1000, written.pop(0)
+    write_page(tier, place, number, payload)
+    tier.commit([entry_of(number, place, payload)], [(page_key(0), VARIANT)])
+    tier.close()
+
+    again = open_ssd(folder, 2 * DISK_BYTES, "slab", slot_bytes(payload))
+    assert again.notes == [] and len(again.recovered) == len(written) + 1
+    again.close()

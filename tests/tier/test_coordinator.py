@@ -987,7 +987,7 @@ READERS = ["w0", "w0", "w1", "exchange:n1"]  # the last serves this node's pages
 EXCHANGES = ["exchange:n0", "exchange:n0", "exchange:n1"]
 PEER_REASONS = ["", "never_stored", "load_failed", "corrupt", "deadline", "what nobody knows"]
 READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missing", "io"]
-WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io"]
+WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io", "full"]
 TIERS = [None, TierName.HOST, TierName.SSD]
 COSTS = [0.0, 0.0, 1e-7, 1e-5]
 POLICIES = [LRU, PolicySettings(draw=4, per_draw=2, ghosts=2.0)]
