@@ -30,13 +30,14 @@ class Clearing:
         self._ended: dict[Tenant, None] = {}  # clears whose orders have all been given
         self._failing: dict[str, Uncleared] = {}  # by what was tried
 
-    def begin(self, tenant: Tenant, number: int) -> None:
-        """A clear begins, or goes on."""
-        self._ended.pop(tenant, None)
-        is_news = number > 0 and bool(self._file.clears.behind([(tenant or b"", number)]))
-        if is_news or tenant not in self._file.unfinished:
-            self._file.begin(tenant, number)
-            self._is_saved = False
+    def begin(self, clears: Iterable[tuple[Tenant, int]]) -> None:
+        """Clears begin, or go on."""
+        for tenant, number in clears:
+            self._ended.pop(tenant, None)
+            is_news = number > 0 and bool(self._file.clears.behind([(tenant or b"", number)]))
+            if is_news or tenant not in self._file.unfinished:
+                self._file.begin(tenant, number)
+                self._is_saved = False
         if not self._is_saved:
             self._save()
 

@@ -22,6 +22,7 @@ from kvtier.tier.events import (
     Evict,
     Failure,
     FromWorker,
+    NoteClears,
     PageId,
     Pin,
     Quiesce,
@@ -158,6 +159,8 @@ class Coordinator(Savings, Lending):
             case BeginClear():
                 self._begin_clear(event.tenant, event.number)
                 self._answer(event.ticket, ())
+            case NoteClears():
+                self._note_clears(event.clears)
             case ClearsKnown():
                 self._awaits_clears = False
             case ClearPages():

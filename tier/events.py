@@ -121,6 +121,13 @@ class BeginClear:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteClears:
+    """Clears that the node missed while it was away. Those of tenants that it has nothing of are done by this."""
+
+    clears: tuple[tuple[bytes | None, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ClearsKnown:
     """The node has applied all clears that it missed while it was away: what it holds may be served."""
 
@@ -172,6 +179,7 @@ Event = (
     | Unpin
     | Evict
     | BeginClear
+    | NoteClears
     | ClearsKnown
     | ClearPages
     | Clear
@@ -251,10 +259,9 @@ class WipeSlots:
 
 @dataclass(frozen=True, slots=True)
 class MarkClear:
-    """Put it down, to stay, that a clear has begun (as BeginClear): whatever uses the folder next finishes it first."""
+    """Put it down, to stay, that clears have begun (as BeginClear): whatever uses the folder next finishes them first."""
 
-    tenant: bytes | None
-    number: int
+    clears: tuple[tuple[bytes | None, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,10 @@ class Misses:
             del self._first_pages[page]
         self.unsaved += 1
 
+    def tenants(self) -> set[bytes]:
+        """Those that prompts are known of."""
+        return {tenant for tenant, _ in self._contents} | set(self._first_pages.values())
+
     def stored_before(self) -> StoredBefore:
         """What is to be remembered over a restart."""
         self.unsaved = 0

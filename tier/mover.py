@@ -184,7 +184,7 @@ class Mover:
                     case WipeSlots():
                         self._clearing.wipe(command.places)
                     case MarkClear():
-                        self._clearing.begin(command.tenant, command.number)
+                        self._clearing.begin(command.clears)
                     case ForgetTenant():
                         written = self._forget(written, command.tenant)
                     case SaveRoots():

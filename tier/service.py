@@ -45,6 +45,7 @@ from kvtier.tier.events import (
     HoldsChanged,
     MarkClear,
     Note,
+    NoteClears,
     PageId,
     Pin,
     Quiesce,
@@ -338,6 +339,10 @@ class CacheService:
 
     def know(self, told: Sequence[tuple[bytes, int]]) -> None:
         """Apply the clears that are told and were missed here; from then on what is here may be looked up."""
+        if self._awaits_clears:  # else what is on its way here may be of a tenant that has no pages yet
+            missed = Clears(self.clears()).behind(told)
+            self._ask(lambda: self._handle(NoteClears(tuple(missed))))
+            self._awaits_clears = False
         for tenant, number in Clears(self.clears()).behind(told):
             self.clear(tenant, number)
         self._ask(lambda: self._handle(ClearsKnown()))

@@ -136,7 +136,23 @@ class Verbs(Uses):
         if number:
             self._clears.note(tenant, number)
         if self._ssd is not None:
-            self._out.append(MarkClear(tenant, number))
+            self._out.append(MarkClear(((tenant, number),)))
+
+    def _note_clears(self, clears: Sequence[tuple[bytes | None, int]]) -> None:
+        """Clears of tenants that nothing is here of take no more than a note, and that no old slot of theirs counts."""
+        here = {page.envelope.tenant for page in self._pages.values()}
+        here |= {page.envelope.tenant for page in self._leaving.values()}
+        here |= {write.page.envelope.tenant for write in self._writes.values()}
+        done = tuple((one, number) for one, number in clears if (one not in here if one else not here))
+        prompts_of = self._misses.tenants()
+        for tenant, number in done:
+            self._clears.note(tenant, number)
+            if tenant is None or tenant in prompts_of:
+                self._misses.forget_tenant(tenant)
+        self._save_stored()
+        if done and self._ssd is not None:
+            self._out.append(MarkClear(done))
+            self._out += [ForgetTenant(tenant) for tenant, _ in done]
 
     def _catch_up(self, tenant: bytes, number: int) -> None:
         """A worker knows of a clear that this node hasn't heard of: nothing of before is looked up any more."""

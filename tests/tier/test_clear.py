@@ -178,7 +178,7 @@ def test_a_page_whose_record_was_on_its_way_when_its_tenant_was_cleared_is_not_i
         host_slot = memoryview(mover._payload(slot, entry.envelope))
         host_slot[:] = payload_of(number, PAYLOAD_BYTES)
         mover.submit(WritePage(number, slot, entry))
-    mover.submit(MarkClear(TENANT, 5))
+    mover.submit(MarkClear(((TENANT, 5),)))
     mover.submit(CommitCatalogue((), ((page_key(1), VARIANT),)))
     mover.submit(ForgetTenant(TENANT))
     done = threading.Event()
@@ -253,6 +253,31 @@ def test_a_node_that_was_away_serves_nothing_until_it_has_applied_the_clears_tha
         assert (found(tmp_path, "ada", 4), found(tmp_path, "bob", 2)) == wanted
         service.know(told)  # of no consequence any more
         assert service.clears() == told
+
+
+def test_a_node_that_missed_the_clears_of_many_tenants_that_it_has_nothing_of_serves_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each clear waits for the disk a few times: a node that is new to a deployment must not do so for all there ever were."""
+    with running(tmp_path) as service:
+        fill(service, tmp_path)
+    many = [(bytes([i % 256, i // 256]) * 8, 10 + i) for i in range(1, 600)]
+    saves: list[int] = []
+    save = ClearFile.save
+
+    def counted(file: ClearFile) -> None:
+        saves.append(1)
+        save(file)
+
+    monkeypatch.setattr(ClearFile, "save", counted)
+    with running(tmp_path, awaits_clears=True) as service:
+        service.know([*many, (ADA, 5000)])
+
+        assert (found(tmp_path, "ada", 4), found(tmp_path, "bob", 2)) == (0, 2)
+        assert sorted(service.clears()) == sorted([*many, (ADA, 5000)])
+    assert len(saves) < 10
+    with running(tmp_path, awaits_clears=True) as service:
+        assert Clears(service.clears()).behind([*many, (ADA, 5000)]) == []
 
 
 def test_what_a_node_has_applied_outlasts_its_catalogue_and_its_layout(tmp_path: Path) -> None:
