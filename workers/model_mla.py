@@ -23,6 +23,7 @@ from kvtier.workers.model_probe import check_probe, own_logits, run_probe
 from kvtier.workers.model_transformers import (
     ATTENTION_NAME,
     compile_linears,
+    leave_files,
     load_modules,
     run_modules,
 )
@@ -80,6 +81,7 @@ class LatentModel:
             layer.self_attn = LatentAttention(layer.self_attn, share, reduce)
         if isinstance(kernels, NativeKernels):
             compile_linears(self._model, kernels)
+        leave_files(self._model)
         self.window_refusal = window_refusal(shape)
         self.absorbed_rows = 0
         self.expanded_rows = 0

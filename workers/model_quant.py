@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 SUPPORTED = (
-    "FP8 in blocks or with one scale (quant_method fp8) and compressed-tensors of 8 bits"
-    " (int-quantized, float-quantized, naive-quantized)"
+    "FP8 in blocks or with one scale (quant_method fp8), compressed-tensors of 8 bits"
+    " (int-quantized, float-quantized, naive-quantized) and gpt-oss's mxfp4"
 )
 STORED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what quantized weights are stored as
 SCALES = ("_scale_inv", "_scale")  # behind a weight's name; both multiply, whatever the first one's name says
 ZERO_POINT = "_zero_point"
+MXFP4 = "mxfp4"
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # behind the name of a weight in mxfp4
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by its lower three bits; the fourth is the sign
 # Beside weights, of activations and caches, which are computed in the compute dtype here.
 _UNUSED = ("_scale_inv", "_scale", ZERO_POINT, "_shape", "_g_idx")
 _COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "dense")
@@ -46,7 +49,7 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme | None:
 
 def _refusal(method: str, found: Mapping[str, Any]) -> str | None:
     """What of the settings isn't known, as words behind the method's name; None when all is."""
-    if method == "fp8":
+    if method in ("fp8", MXFP4):
         return None
     if method != "compressed-tensors":
         bits = found.get("bits") or {True: 4}.get(bool(found.get("load_in_4bit"))) or found.get("num_bits")
@@ -81,6 +84,15 @@ def dequantize(
     if zero is not None:
         values = values - _spread(name, zero.float(), values.shape, scheme)
     return values * _spread(name, scale.float(), values.shape, scheme)
+
+
+def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [experts, inputs, outputs] of blocks uint8 [experts, outputs, groups, 16], two numbers in a byte, the
+    lower four bits first, and scales uint8 [experts, outputs, groups], powers of two."""
+    table = torch.tensor([*_FP4, *(-x for x in _FP4)])
+    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = torch.ldexp(table[pairs.int()], scales.int()[..., None] - 127)
+    return values.flatten(-2).transpose(-2, -1).contiguous()
 
 
 def _spread(name: str, scale: torch.Tensor, shape: torch.Size, scheme: Scheme) -> torch.Tensor:

@@ -112,6 +112,7 @@ class TransformersModel:
         if isinstance(kernels, NativeKernels):
             # How a sum over ranks rounds may depend on the number of rows.
             self.invariant = compile_linears(self._model, kernels) and share.ranks == 1
+        leave_files(self._model)
         if share.ranks > 1:
             kernels = SharedKernels(kernels, shape, share, reduce)
         self._device = device
@@ -297,6 +298,13 @@ def compile_linears(model: Any, kernels: NativeKernels) -> bool:
         embeds = isinstance(module, torch.nn.Embedding)
         complete = complete and not (matrices and not embeds)
     return complete
+
+
+def leave_files(model: Any) -> None:
+    """Copy a module tree's tensors out of the files' memory, all of which one of them would keep."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def run_modules(model: Any, step: ModelStep, call: Any, device: torch.device) -> torch.Tensor:

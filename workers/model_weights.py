@@ -12,7 +12,18 @@ import torch
 
 from kvtier.workers.model_config import load_config
 from kvtier.workers.model_files import read_config, tensor_files
-from kvtier.workers.model_quant import SCALES, STORED, ZERO_POINT, dequantize, is_companion, scheme_of
+from kvtier.workers.model_quant import (
+    BLOCK_SCALES,
+    BLOCKS,
+    MXFP4,
+    SCALES,
+    STORED,
+    ZERO_POINT,
+    dequantize,
+    is_companion,
+    scheme_of,
+    unpack_mxfp4,
+)
 
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NAMED = 4  # tensors that a message names
@@ -51,6 +62,7 @@ class Checkpoint:
                 self._files.update(dict.fromkeys(handle.keys(), handle))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder} has weights that can't be read: {error}") from error
+        self._packed = self._packed_names()
         self._check_stored()
 
     def close(self) -> None:
@@ -60,17 +72,25 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """Those of its weights, in order; without scales."""
-        return sorted(name for name in self._files if self._scheme is None or not is_companion(name))
+        parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
+        stored = (name for name in self._files if self._scheme is None or not is_companion(name))
+        return sorted([*(name for name in stored if name not in parts), *self._packed])
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._files or name in self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor it has."""
+        if name in self._packed:
+            experts, outputs, groups, _ = self.shape(name + BLOCKS)
+            return experts, 32 * groups, outputs
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor, in its own dtype (dequantized: float32) or this one. Plain ones lie in the file's memory."""
+        if name in self._packed:
+            values = unpack_mxfp4(self._stored(name + BLOCKS), self._stored(name + BLOCK_SCALES))
+            return values if dtype is None else values.to(dtype)
         tensor = self._stored(name)
         if tensor.dtype in STORED and self._scheme is not None:
             zero = name + ZERO_POINT
@@ -87,6 +107,13 @@ class Checkpoint:
         """All weights, as transformers loads them: read one by one, when it asks for them by `[...]`."""
         return {name: _Lazy(self, name, dtype) for name in self.names}
 
+    def _packed_names(self) -> frozenset[str]:
+        """Weights that lie in two tensors, their blocks and the blocks' scales."""
+        if self._scheme is None or self._scheme.name != MXFP4:
+            return frozenset()
+        ends = (name.removesuffix(BLOCKS) for name in self._files if name.endswith(BLOCKS))
+        return frozenset(name for name in ends if name + BLOCK_SCALES in self._files)
+
     def _stored(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
@@ -96,6 +123,8 @@ class Checkpoint:
 
     def _check_stored(self) -> None:
         for name in self.names:
+            if name in self._packed:
+                continue
             dtype = _dtype_of(self._files[name].get_slice(name).get_dtype())
             if dtype in _PLAIN or _INERT.search(name):
                 continue
@@ -121,6 +150,8 @@ class _Lazy:
 
     def __getitem__(self, at: Any) -> torch.Tensor:
         tensor = self._checkpoint.get(self._name)[at]
+        if tensor.dim() < 2:  # whoever keeps a vector in the files' memory keeps all of that
+            tensor = tensor.clone()
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 

@@ -257,6 +257,27 @@ def test_two_different_ends_that_config_json_calls_tied_are_used_as_the_files_ho
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("kind", SEEN_KINDS)
+@pytest.mark.parametrize(
+    ("make", "forward"),
+    [
+        (tiny_models.make_tiny_llama, "lean"),
+        (tiny_models.make_tiny_llama, "transformers"),
+        (tiny_models.make_tiny_deepseek_v3, "auto"),
+    ],
+)
+def test_a_loaded_model_keeps_nothing_of_its_files_in_memory(
+    tmp_path: Path, make: Callable[..., Path], forward: str, kind: Kind
+) -> None:
+    """One norm that is a view of the mapping would keep all of it resident, the weights a second time."""
+    folder = make(tmp_path)
+
+    with runner_of(folder, forward=forward, kind=kind):
+        mapped = Path("/proc/self/maps").read_text()
+
+    assert str(folder) not in mapped
+
+
 def test_only_the_files_that_transformers_would_read_are_read(tmp_path: Path) -> None:
     """Mistral's folders hold the same weights once more, under other names."""
     folder = tiny_models.make_tiny_mistral(tmp_path)
@@ -339,6 +360,36 @@ def test_a_quantized_checkpoint_gives_the_tokens_of_the_numbers_that_it_stands_f
         with runner_of(folder, kind=kind, forward=forward) as runner:
             logits = feed(runner, Sequence(Pool(runner), tokens), [40, 1, 29])
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", SEEN_KINDS)
+def test_gpt_oss_in_mxfp4_gives_what_transformers_makes_of_it(tmp_path: Path, kind: Kind) -> None:
+    """As its makers publish it, and nobody else does."""
+    folder = tiny_models.make_tiny_gpt_oss(tmp_path)
+    numbers = torch.Generator().manual_seed(0)
+
+    def pack(tensors: Tensors) -> Tensors:
+        made = {}
+        for name, weight in tensors.items():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, inputs, outputs = weight.shape
+                size = (experts, outputs, inputs // 32)
+                made[f"{name}_blocks"] = torch.randint(
+                    0, 256, (*size, 16), generator=numbers, dtype=torch.uint8
+                )
+                made[f"{name}_scales"] = torch.randint(120, 125, size, generator=numbers, dtype=torch.uint8)
+            else:
+                made[name] = weight
+        return made
+
+    rewrite(folder, config={"quantization_config": {"quant_method": "mxfp4"}}, tensors=pack)
+    tokens = random_tokens(9, 60, tiny_models.VOCAB)
+    expected = reference(folder, tokens)
+
+    with runner_of(folder, kind=kind) as runner:
+        logits = feed(runner, Sequence(Pool(runner), tokens), [40, 1, 19])
+
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
