@@ -61,6 +61,7 @@ from kvtier.tier.events import (
 from kvtier.tier.identity import root_key
 from kvtier.tier.messages import (
     Chain,
+    Copied,
     Grant,
     Granted,
     HostPage,
@@ -396,6 +397,18 @@ def test_the_queue_ahead_counts_in_the_cost_of_a_load() -> None:
     world.locate(worker, "r1", TENANT, "a" * 8 + "b" * 8)
     late = world.locate(worker, "r3", TENANT, "a", recompute_s=1.5 * page_s)
     assert late.missing is not None and late.missing.reason == "costlier"
+
+
+def test_a_copy_that_is_said_to_have_taken_years_keeps_l4_from_being_read_no_more_than_a_slow_one() -> None:
+    world, worker = world_with("abcd")
+    world.locate(worker, "r", TENANT, "abcd")
+    world.say(worker, Copied("r", list(worker.leases["r"]), PAYLOAD_BYTES, 1e9))
+    worker.leases["r"].clear()
+    evict_all(world, "abcd", TierName.HOST)
+
+    located = world.locate(worker, "s", TENANT, "abcd", recompute_s=1.0)
+
+    assert located.missing is None and len(located.loading) == 4
 
 
 def test_releasing_the_tail_cancels_its_queued_loads_and_lets_running_ones_finish() -> None:
