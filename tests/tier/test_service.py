@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -494,6 +495,26 @@ def test_a_disk_that_refuses_writes_costs_l4_only(
 
     with running(tmp_path) as service:
         assert pages_in(service, TierName.SSD) == 3
+
+
+def test_a_node_says_that_its_l4_folder_was_deleted_and_serves_on_without_it(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 2)
+        settle(service)
+        assert pages_in(service, TierName.SSD) == 2
+        service.evict(keys, TierName.HOST)
+
+        shutil.rmtree(tmp_path / "l4")
+
+        wait_until(lambda: any("its files were deleted while the node runs" in n for n in service.notes()))
+        pages, missing = peer.fetch(0, 2)
+        assert pages == [] and missing is not None
+        peer.store(0, 2)
+        assert len(peer.fetch(0, 2)[0]) == 2
+        settle(service)
+        service.check()
+        peer.close()
 
 
 def test_a_disk_that_refuses_reads_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,11 @@ import pytest
 from fault_shim import AUDITED, Audit, Calls, killed_at, shimmed
 from tier_pages import entry_of, page_key, read_page, write_page
 
+from kvtier.tier.base import Place
 from kvtier.tier.page import PageCorrupt, PageMissing, slot_bytes
 from kvtier.tier.ssd import SsdTier, open_ssd
 from kvtier.tier.ssd_layout import Store
+from kvtier.tier.ssd_open import keep
 
 PAGE_BYTES = 60 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)
@@ -281,3 +283,14 @@ def raising(number: int, error: Exception) -> Callable[[int, str], None]:
             raise type(error)(*error.args)  # a new one: a traceback kept alive would keep buffers open
 
     return before
+
+
+def test_of_two_records_of_one_place_the_one_written_later_counts_though_the_other_was_used_later() -> None:
+    """The other's drop was never committed: it must not take the place of a newer page."""
+    zombie, page = (entry_of(number, Place(0, 3), PAGE_BYTES) for number in (1, 2))
+    zombie.last_use_s = page.last_use_s + 1e6
+
+    kept = keep([zombie, page], lambda place, size: True, (), 8 * SLOT_BYTES, 1, 100)
+
+    assert (kept.found, kept.lost, kept.num_gone) == ([page], [zombie], 1)
+    kept.allocator.check()
