@@ -137,7 +137,7 @@ class GatewayCore(Flights):
         """How long a sequence of a request with this window may be (0: it sets none)."""
         if window or self._window:
             return Limit(MAX_STREAM_TOKENS, is_windowed=True)
-        return Limit(self.max_context)
+        return Limit(self.max_context, is_l1_short=self._workers.is_l1_short)
 
     async def prompt_ids(self, message: Prompted, limit: Limit) -> tuple[int, ...]:
         """The prompt's token ids; long text is read off the loop. Raises Refusal."""

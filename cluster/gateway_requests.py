@@ -52,6 +52,7 @@ class Limit:
 
     tokens: int
     is_windowed: bool = False
+    is_l1_short: bool = False  # it is what the workers' L1 holds
 
     @property
     def prompt(self) -> int:
@@ -61,7 +62,8 @@ class Limit:
     def __str__(self) -> str:
         if self.is_windowed:
             return f"a request with a window has at most {self.tokens} tokens, {self.prompt} of them its prompt's"
-        return f"max_context is {self.tokens} tokens; a request with a window may be longer"
+        why = " (what tiers.l1.bytes holds)" if self.is_l1_short else ""
+        return f"max_context is {self.tokens} tokens{why}; a request with a window may be longer"
 
 
 def windowed(request: inference_pb2.GenerateRequest, page_tokens: int) -> tuple[int, int]:

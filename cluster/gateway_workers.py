@@ -145,6 +145,11 @@ class Workers:
         return self._max_context
 
     @property
+    def is_l1_short(self) -> bool:
+        """Whether L1 is what bounds `max_context`."""
+        return any(w.info.is_l1_short and w.info.max_context == self.max_context for w in self)
+
+    @property
     def is_any_well(self) -> bool:
         """At least one is not down."""
         return any(worker.down is None for worker in self)

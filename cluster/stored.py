@@ -67,7 +67,7 @@ def longest_in_l1(model: Path, config: Config) -> tuple[int, int]:
         held = sum(
             group.specs[recipe.format_at(page, tokens, page_tokens)].nbytes
             for group in groups
-            for page in range(-(-(tokens - 1) // page_tokens))  # the last token's are not kept
+            for page in range(-(-tokens // page_tokens))
             if Window(group.window).needs(page, tokens, page_tokens)
         )
         return held <= config.tiers.l1.bytes * ranks

@@ -274,3 +274,4 @@ class WorkerInfo:
     tokenizer_digest: str  # "" when the model folder has no tokenizer
     root_fields: dict[str, str] = field(default_factory=dict)
     role: Literal["both", "prefill", "decode"] = "both"  # what the gateway is to send it
+    is_l1_short: bool = False  # L1 holds fewer tokens than the model and model.max_context allow

@@ -332,13 +332,15 @@ class DecodeWorker:
 
     def info(self) -> WorkerInfo:
         """What this worker serves."""
+        longest = self._longest_context()
         return WorkerInfo(
             worker_id=self.worker_id,
             node_id=self.node_id,
             pid=os.getpid(),
             model_name=self._runner.model_name,
             vocab_size=self._runner.vocab_size,
-            max_context=self._longest_context(),
+            max_context=longest,
+            is_l1_short=longest < self._roots.longest(self._roots.kind_of(0, 0, False)),
             eos_ids=self._eos_ids,
             dtype=self._runner.dtype,
             page_tokens=self._page_tokens,

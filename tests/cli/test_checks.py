@@ -194,7 +194,7 @@ def test_an_l1_smaller_than_the_context_says_how_much_fits_and_what_to_raise(lla
 
     longest, context = longest_in_l1(llama, config)
 
-    assert longest == 16 * pages + 1  # the last token's are not kept
+    assert longest == 16 * pages
     notice = l1_notice(llama, config)
     for named in ("tiers.l1.bytes", f"{longest:,}", f"{context:,}", f"model.max_context {longest} or less"):
         assert named in notice
@@ -204,11 +204,11 @@ def test_the_context_that_was_asked_for_must_fit(llama: Path) -> None:
     small = ("model.dtype=float32", "tiers.l1.bytes=16384")
 
     assert load(llama, configured(*small))[1]
-    assert load(llama, configured(*small, "model.max_context=33"))[1] == ""
+    assert load(llama, configured(*small, "model.max_context=32"))[1] == ""
     with pytest.raises(
-        LaunchError, match=r"tiers\.l1\.bytes holds requests of at most 33 tokens.*context is 34"
+        LaunchError, match=r"tiers\.l1\.bytes holds requests of at most 32 tokens.*context is 33"
     ):
-        load(llama, configured(*small, "model.max_context=34"))
+        load(llama, configured(*small, "model.max_context=33"))
 
 
 def test_with_a_window_for_all_requests_any_context_fits(llama: Path) -> None:

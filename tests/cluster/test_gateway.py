@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gateway_kit import (
     VOCAB_SIZE,
     Served,
     client_id,
+    echo_info,
     make_byte_tokenizer,
     make_piece_tokenizer,
     serving,
@@ -631,6 +633,15 @@ def test_the_smallest_context_of_all_workers_is_everybodys(text: Text) -> None:
                 with pytest.raises(ClientError, match=named) as refused:
                     completion(client.generate(prompt, worker=worker, **options))  # type: ignore[arg-type]
                 assert refused.value.status == "INVALID_ARGUMENT"
+
+
+def test_a_prompt_that_l1_is_too_small_for_is_refused_with_the_setting() -> None:
+    short = replace(echo_info("w0"), is_l1_short=True)
+    named = r"max_context is 100 tokens \(what tiers\.l1\.bytes holds\)"
+    with serving(infos=[short], max_context=100) as served, connect(served.endpoint) as client:
+        refused = client.generate([1] * 101)
+        with pytest.raises(ClientError, match=named):
+            completion(refused)
 
 
 def test_a_request_without_prompt_is_refused(shared: Served) -> None:

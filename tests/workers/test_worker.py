@@ -602,6 +602,8 @@ def test_a_request_that_l1_can_never_hold_is_refused(tiny_llama: Path) -> None:
         with pytest.raises(ValueError, match="need 5 pages of 16 tokens at once, 40960 bytes; L1 has 32768"):
             client.send(prompt(60), max_tokens=6)
         assert len(client.generate(prompt(60), max_tokens=5).tokens) == 5
+        info = client.worker.info()
+        assert (info.max_context, info.is_l1_short) == (64, True)
 
 
 def test_the_context_that_is_named_is_what_l1_can_hold(tiny_llama: Path, roomy: Slowed) -> None:
