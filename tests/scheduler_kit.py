@@ -153,6 +153,7 @@ class Machine:
     now: float = 0.0
     computed_rows: int = 0
     loaded_pages: list[PageRef] = field(default_factory=list)
+    tails: dict[Sequence, int] = field(default_factory=dict)  # partial pages that the last preemption saved
     most_held: int = 0
     moves: int = 0
 
@@ -241,6 +242,11 @@ class Machine:
         for demotion in step.demotions:
             for page in demotion.pages:
                 self.demote(demotion.seq, page)
+            self.tails[demotion.seq] = sum(page.record is None for page in demotion.pages)
+        for seq in step.loads:
+            assert seq.load is not None
+            saved = self.tails.get(seq, 0) == len(seq.groups)
+            assert saved or not seq.load.tail_tokens, "a partial page is asked for that nobody saved"
         self.asked += step.loads
         busy = self.saving or self.below or self.coming or self.asked
         assert step.rows or step.ops or step.demotions or busy or self.table.lent_bytes, "nothing can go on"

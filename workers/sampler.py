@@ -191,9 +191,9 @@ def draw_row(logits: Floats, row: SampleRow) -> int:
     kept = _kept(weights.view(np.int32), mass, row.params)
     cumulative = mass.cumsum() if kept is None else mass[kept].cumsum()
     total = int(cumulative[-1])
-    # The first token whose cumulative mass exceeds the draw, so one that has some; rounding may not put the draw behind
-    # the very last of them.
-    target = min(int(uniform(row.params.seed, row.index, row.position) * float(total)), total - 1)
+    # The first token whose cumulative mass exceeds the draw, so one that has some. There is one: a number below 1 times
+    # the total rounds to less than the total, whatever that is.
+    target = int(uniform(row.params.seed, row.index, row.position) * float(total))
     place = int(cumulative.searchsorted(target, side="right"))
     return place if kept is None else int(kept[place])
 
@@ -267,7 +267,7 @@ def draw_rows(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
     cumulative = (mass * (bits >= best)).cumsum(dim=-1)
     total = cumulative[:, -1:]
     chance = column([uniform(row.params.seed, row.index, row.position) for row in rows], torch.float64)
-    target = (chance * total).long().minimum(total - 1)
+    target = (chance * total).long()
     drawn: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
     return drawn
 

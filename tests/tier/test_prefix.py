@@ -434,6 +434,17 @@ def test_a_match_made_before_a_split_can_still_be_pinned() -> None:
     index.check()
 
 
+def test_splitting_a_run_changes_the_last_use_of_no_page() -> None:
+    index = PrefixIndex(1)
+    index.insert(ROOT, ids(1, 2, 3, 4), frames(0, 1, 2, 3), 7.0)
+    before = {page.frame: page.last_use_s for page in index.pages()}
+
+    index.pin(index.match(ROOT, ids(1, 2)).node)
+
+    assert number_of_runs(index) == 2
+    assert {page.frame: page.last_use_s for page in index.pages()} == before == dict.fromkeys(range(4), 7.0)
+
+
 def test_two_sequences_behind_one_prompt_extend_without_pinning_each_others_pages() -> None:
     index = PrefixIndex(2)
     index.insert(ROOT, ids(1, 2), frames(0), 1.0)

@@ -387,6 +387,29 @@ def test_the_smallest_and_the_largest_random_number_draw_a_token_that_may_come(
     assert 1 <= token <= len(values)
 
 
+@given(st.integers(1, 2**62))
+def test_the_largest_random_number_times_any_total_is_less_than_that(total: int) -> None:
+    """So no draw lies behind the last token, where one without any probability may be."""
+    largest = 1.0 - 2.0**-53
+
+    assert int(largest * float(total)) < total
+    assert (torch.tensor([largest], dtype=torch.float64) * torch.tensor([total])).long().item() < total
+
+
+@pytest.mark.parametrize("vocab", [8192 + 1, 3 * 4096, 100_003, 2**18])
+def test_the_largest_random_number_draws_the_last_token_of_a_large_vocabulary_that_may_come(
+    vocab: int,
+) -> None:
+    """All are alike but for the last, which can't come; their sum needs more bits than a float has."""
+    logits = torch.zeros(1, vocab)
+    logits[0, -1] = -math.inf
+    rows = [row(SamplingParams(temperature=1.0), vocab=vocab)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "uniform", lambda *key: 1.0 - 2.0**-53)
+
+        assert sample(logits, rows).tokens == sampler.draw_rows(logits, rows) == [vocab - 2]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 2 * sampler.FEW).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_kit import PLAIN, TENANT, Machine, expected
+from scheduler_kit import PLAIN, TENANT, Machine, expected, tenancy_of
 
 from kvtier.tier.page import PageKey
 from kvtier.tier.score import ScoreWeights
@@ -162,6 +162,30 @@ def test_what_is_preempted_comes_back_without_recompute_while_l3_has_room() -> N
     assert made.computed_rows == 2 * (14 + 29)  # each token once: the last one sampled is never computed
 
 
+def test_a_partial_page_that_found_no_slot_is_not_asked_for_when_its_sequence_comes_back() -> None:
+    """The machine checks it at each step."""
+    made = machine(capacity=12, slots=0, max_sequences=2, max_batch_tokens=32)
+    made.submit("a", [1] * 16, 28)
+    b = made.submit("b", [2] * 14, 30).sequences[0]
+    while b.preemptions == 0:
+        made.step()
+    assert (b.length - 1) % made.page_tokens  # its last page was not full
+
+    made.run()
+
+
+def test_a_request_is_admitted_only_where_those_that_run_can_each_have_one_page_more() -> None:
+    """Else it would be preempted for them at once. Of three pages the first fills two, and the second needs one."""
+    made = machine(capacity=3, has_node=False)
+    made.submit("grows", [1] * 5, 5)
+    made.step()
+    made.submit("waits", [2] * 2, 4)
+
+    made.run()
+
+    assert made.scheduler.preemptions == 0
+
+
 def test_without_l3_what_is_preempted_is_recomputed() -> None:
     made = machine(capacity=12, has_node=False, slots=0, max_sequences=2, max_batch_tokens=32)
     made.submit("a", [1] * 14, 30)
@@ -295,6 +319,37 @@ def test_pinned_pages_stay_until_a_request_needs_their_room() -> None:
 
     assert not set(cached) & set(keys(made))
     assert not made.table.pinned
+
+
+def test_half_of_l1_can_be_pinned_and_no_page_more() -> None:
+    made = machine(capacity=8, has_node=False)
+    made.submit("a", [1] * 23, 1)
+    made.run()
+    cached = keys(made)
+    assert len(cached) == 5
+
+    assert [made.table.pin(key) for key in cached] == [True] * 4 + [False]
+    assert made.table.pin(cached[0]) is True  # one that is pinned stays so
+    assert made.table.unpin(cached[0], made.now)
+    assert made.table.pin(cached[4]) is True
+
+
+def test_clearing_a_tree_undoes_its_pins_and_no_others() -> None:
+    made = machine(has_node=False)
+    other = tenancy_of("other", PLAIN)
+    cleared = made.submit("a", [1] * 9, 1).tenancy.tree
+    made.submit("b", [1] * 9, 1, tenancy=other)
+    made.run()
+    records = [record for record, _ in made.table.cached()]
+    for record in records:
+        assert made.table.pin(record.key)
+
+    assert made.table.clear(cleared, made.now) == (2, 0)
+
+    kept = {record.key for record in records if record.tree == other.tree}
+    assert len(kept) == 2
+    assert set(keys(made)) == set(made.table.pinned) == kept
+    made.scheduler.check()
 
 
 def test_a_cleared_tree_is_not_found_and_goes_with_its_last_holder() -> None:
