@@ -10,7 +10,7 @@ import grpc
 
 from kvtier.cluster.config import MAX_STREAM_PROMPT, MAX_STREAM_TOKENS
 from kvtier.proto import cache_pb2, inference_pb2
-from kvtier.workers.api import SamplingParams
+from kvtier.workers.api import MAX_TOLD_PROMPT, SamplingParams
 from kvtier.workers.model_text import Text, TextError
 
 DEFAULT_TENANT = "default"
@@ -200,6 +200,10 @@ def sampling_params(
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise invalid(f"stop_ids must be at most {MAX_STOP_IDS}, got {len(params.stop_ids)}")
     check_vocabulary("stop_ids", params.stop_ids, vocab_size)
+    if params.prompt_logprobs and prompt_tokens > MAX_TOLD_PROMPT:
+        raise invalid(
+            f"prompt_logprobs are told of prompts of at most {MAX_TOLD_PROMPT} tokens, got {prompt_tokens}"
+        )
     check_vocabulary("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
     return params
 
@@ -226,6 +230,7 @@ def _with_defaults(
         ignore_eos=given("ignore_eos", defaults.ignore_eos),
         logprobs=given("logprobs", defaults.logprobs),
         n=given("n", defaults.n),
+        prompt_logprobs=given("prompt_logprobs", defaults.prompt_logprobs),
     )
 
 

@@ -42,6 +42,7 @@ class Sequence:
         "given",
         "index",
         "is_done",
+        "prompt_unread",
         "unread",
     )
 
@@ -50,6 +51,7 @@ class Sequence:
     ) -> None:
         self.index = index
         self.unread = Unread()
+        self.prompt_unread = Unread()  # log probabilities of the prompt's tokens
         self.count = 0  # its tokens so far
         self.given: array[int] | None = array(
             "I"
@@ -91,6 +93,7 @@ class Sequence:
     def drop_unread(self) -> None:
         """Forget what the client has not taken: it will get none of it."""
         self.unread.clear()
+        self.prompt_unread.clear()
 
     def _end(self, reason: FinishReason) -> None:
         self.finish = reason
@@ -101,9 +104,12 @@ class Sequence:
 
     def chunk(self, request_id: str) -> inference_pb2.GenerateChunk | None:
         """What is there for the client and fits in one, taken out; None when there is nothing."""
-        if not self.unread and (self.finish is None or self.is_done):
+        if not self.prompt_unread and not self.unread and (self.finish is None or self.is_done):
             return None
         chunk = inference_pb2.GenerateChunk(request_id=request_id, index=self.index)
+        if self.prompt_unread:
+            self.prompt_unread.fill_prompt(chunk)
+            return chunk
         self.delivered_tokens += self.unread.fill(chunk)
         if self.finish is not None and not self.unread:
             chunk.finish_reason = _FINISH[self.finish]
@@ -151,6 +157,9 @@ class Stream:
         self.is_overfull = False  # it failed, because its client reads too slowly
         self.is_cancelling = False  # the worker has been told that what it still makes is not wanted
         self.moves = 0  # times that it went on elsewhere since its worker was lost
+        self._told_prompt = (
+            1  # of the prompt's tokens, those whose log probabilities have come; the first has none
+        )
         self.queued_tokens = 0  # that its worker is still expected to compute before the next token
         self._began_at = ""  # the worker that was the first to say anything
         self._usage: Usage | None = None
@@ -253,8 +262,15 @@ class Stream:
             case FinishReason.CANCELLED | FinishReason.PREFILLED:
                 pass  # no end that its client reads
             case None | FinishReason.STOP | FinishReason.LENGTH:
+                self._take_prompt(output)
                 sequence.take(output, self._silent_ids)
                 self._check_room()
+
+    def _take_prompt(self, output: Output) -> None:
+        """A worker that takes the request over before its first token tells of the prompt from the beginning."""
+        new = output.prompt_logprobs[max(0, self._told_prompt - output.prompt_position) :]
+        self._told_prompt += len(new)
+        self.sequences[output.index].prompt_unread.add([0] * len(new), new)
 
     def _take_books(self, output: Output) -> None:
         """The prompt counts where its first token came from; times are told up to there, and behind it."""
@@ -271,7 +287,7 @@ class Stream:
         if self.given_tokens > MAX_MOVED_TOKENS:
             for sequence in self.sequences:
                 sequence.given = None
-        waiting = sum(sequence.unread.nbytes for sequence in self.sequences)
+        waiting = sum(sequence.unread.nbytes + sequence.prompt_unread.nbytes for sequence in self.sequences)
         if waiting <= MAX_UNREAD_BYTES or self.failure is not None:
             return
         tokens = sum(len(sequence.unread) for sequence in self.sequences)

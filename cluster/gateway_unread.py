@@ -85,6 +85,12 @@ class Unread:
             self._drop_taken()
         return taken
 
+    def fill_prompt(self, chunk: inference_pb2.GenerateChunk) -> None:
+        """The same for a prompt's tokens, of which a chunk has the log probabilities alone."""
+        part = inference_pb2.GenerateChunk()
+        self.fill(part)
+        chunk.prompt_logprobs.extend(part.logprobs)
+
     def _drop_taken(self) -> None:
         del self._ids[: self._at], self._logprobs[: self._at], self._tops[: self._at]
         del self._top_ids[: self._top_at], self._top_logprobs[: self._top_at]

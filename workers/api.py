@@ -66,11 +66,15 @@ RANGES: dict[str, Range] = {
     "seed": Range(0, 2**63 - 1),
     "logprobs": Range(0, 20),
     "n": Range(1, 16),
+    "prompt_logprobs": Range(0, 20),
 }
 
 
 BIAS_RANGE = Range(-100, 100)
 MAX_LOGIT_BIAS = 1024  # tokens
+MAX_TOLD_PROMPT = (
+    8192  # tokens of a prompt whose log probabilities are asked for: they are kept until they are read
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = 0  # 0: none; k: the chosen token's and the k most likely ones'
     n: int = 1
+    # 0: none; k: of each prompt token behind the first one its own, and the k most likely ones'. Such a request neither
+    # reads nor leaves cached pages: what a page was computed from gives no logits again.
+    prompt_logprobs: int = 0
 
     def validate(self) -> None:
         """Raise ValueError, with the value and what would be right."""
@@ -231,6 +238,8 @@ class Output:
     error: str | None = (
         None  # with FinishReason.ERROR, and CANCELLED that nobody asked for: one readable sentence
     )
+    prompt_position: int = 0  # of the first of `prompt_logprobs` in the prompt
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens, on index 0 before its first token
 
 
 @dataclass(frozen=True, slots=True)

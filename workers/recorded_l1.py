@@ -241,7 +241,8 @@ def _nameless(
     spec: EngineRequest, number: int, tokens: tuple[int, ...], resumed: tuple[tuple[int, ...], ...]
 ) -> EngineRequest:
     """What L1 reads of a request; a number for its name."""
-    sampling = SamplingParams(max_tokens=spec.sampling.max_tokens, n=spec.sampling.n)
+    asked = spec.sampling
+    sampling = SamplingParams(max_tokens=asked.max_tokens, n=asked.n, prompt_logprobs=asked.prompt_logprobs)
     return EngineRequest(
         request_id=str(number),
         tenant=_alike(spec.tenant),

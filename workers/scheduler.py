@@ -33,6 +33,9 @@ from kvtier.workers.sequence import Load, Sequence, SequenceState
 # a stalled one goes. memory: more (negative) lets those with many pages go, which frees most at once. remaining: more
 # (negative) lets those go that expect most tokens yet; a nearly finished one stays.
 PREEMPTION = ScoreWeights(recency=0.2, memory=-0.2, remaining=-0.6)
+PROMPT_LOGITS = (
+    64  # rows of a step at most whose logits are read beside those that sample: each is a vocabulary
+)
 SPARED_AFTER = 2  # preemptions: from then on a sequence gives way to no younger one
 
 
@@ -169,6 +172,7 @@ class Scheduler:
         return len(step.rows)
 
     def _prefill(self, step: Step, slots: _Slots, budget: int, now: float) -> None:
+        prompt_logits = PROMPT_LOGITS
         for seq in self.active[:]:
             if budget <= 0:
                 return
@@ -176,7 +180,10 @@ class Scheduler:
                 continue
             if seq.length - seq.computed == 1 and seq not in self._started:
                 continue  # a decode row
-            wanted = seq.computed + min(seq.pending, budget, _rows_alike(seq))
+            most = prompt_logits if seq.tells_prompt else budget
+            if most <= 0:
+                continue
+            wanted = seq.computed + min(seq.pending, budget, most, _rows_alike(seq))
             fit = min(wanted, self.table.grow(seq, wanted, now))
             if fit <= seq.computed:
                 if seq is not self._oldest_running() or not self._make_room(step, slots, seq, now):
@@ -184,6 +191,8 @@ class Scheduler:
                 fit = min(wanted, self.table.grow(seq, wanted, now))
             step.rows.append(Row(seq, seq.computed, fit - seq.computed, fit == seq.length))
             budget -= fit - seq.computed
+            if seq.tells_prompt:
+                prompt_logits -= fit - seq.computed
 
     def advance(self, row: Row, now: float) -> list[PageRecord]:
         """The row's tokens have been computed: seal what is full, let go what left a window.

@@ -530,6 +530,17 @@ class Sequence:
         return self.length - self.request.prompt_tokens
 
     @property
+    def tells_prompt(self) -> bool:
+        """The logits of its next rows are wanted: the log probabilities of the prompt's tokens are asked for."""
+        request = self.request
+        return (
+            request.spec.sampling.prompt_logprobs > 0
+            and not request.spec.is_resumed
+            and self.computed + 1 < request.prompt_tokens
+            and request.usage is None
+        )
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens it may still sample."""
         return self.max_length - self.length

@@ -36,6 +36,7 @@ from kvtier.tier.score import PolicySettings, ScoreWeights
 from kvtier.tier.stats import Snapshot, TierCounters
 from kvtier.workers.accounts import Accounts
 from kvtier.workers.api import (
+    MAX_TOLD_PROMPT,
     WORKER_FAILED,
     EngineRequest,
     Explanation,
@@ -78,6 +79,7 @@ from kvtier.workers.node_link import (
 )
 from kvtier.workers.page_table import PageTable
 from kvtier.workers.pager import Pager
+from kvtier.workers.prompt_logprobs import PromptLogprobs
 from kvtier.workers.pulse import TURN_S, Pulse
 from kvtier.workers.recorded_l1 import about, hiding_machine
 from kvtier.workers.roots import Kind, Roots
@@ -287,6 +289,7 @@ class DecodeWorker:
         self._timer = step_timer(runner.device)
         self._turns = Turns()
         self._sampler = TokenSampler()
+        self._prompt_logprobs = PromptLogprobs()
         self._stop_at_s: float | None = None
         self._error: str | None = None
         self._is_over = False
@@ -640,7 +643,10 @@ class DecodeWorker:
         now = time.monotonic()
         self._measure(now)
         to_save = converted + self._l1.hear(Computed(), now)
-        self._sample([row.seq for row in rows if row.samples], logits, now)
+        sampled = [row.seq for row in rows if row.samples]
+        if len(logits) > len(sampled):
+            logits, sampled = self._tell_prompts(rows, sampled, logits, now)
+        self._sample(sampled, logits, now)
         if to_save:
             self._send_outputs()  # saving can wait for a moment, clients shouldn't
             self._pager.save(to_save, now)
@@ -650,6 +656,7 @@ class DecodeWorker:
         page_tokens = self._page_tokens
         sequences: list[SequenceRows] = []
         logit_rows: list[int] = []
+        prompt_rows: list[int] = []  # behind those that sample
         at = 0
         for row in rows:
             seq, start, length = row.seq, row.start, row.length
@@ -665,10 +672,12 @@ class DecodeWorker:
                 for group, needs in zip(seq.groups, seq.request.tenancy.needs, strict=True)
             )
             sequences.append(SequenceRows(at, length, end, pages))
+            prompt_rows.extend(range(at, at + self._prompt_logprobs.rows(row)))
             at += length
             if row.samples:
                 logit_rows.append(at - 1)
-        return StepBatch(token_ids[:at], positions[:at], sequences, np.array(logit_rows, np.int32))
+        wanted = np.array(logit_rows + prompt_rows, np.int32)
+        return StepBatch(token_ids[:at], positions[:at], sequences, wanted)
 
     def _measure(self, now: float) -> None:
         measured = list(self._timer.finished())
@@ -678,6 +687,26 @@ class DecodeWorker:
             self._l1.hear(Measured(self._costs.costs), now)
 
     # Sampling and outputs
+
+    def _tell_prompts(
+        self, rows: list[Row], sampled: list[Sequence], logits: torch.Tensor, now: float
+    ) -> tuple[torch.Tensor, list[Sequence]]:
+        """Log probabilities of prompt tokens, whose logits lie behind those that sample; what is left to sample."""
+        at = len(sampled)
+        for row in rows:
+            count = self._prompt_logprobs.rows(row)
+            mine, at = logits[at : at + count], at + count
+            if not count or row.seq.state is SequenceState.FINISHED:
+                continue
+            try:
+                output = self._prompt_logprobs.output(row, mine)
+            except Exception as error:  # noqa: BLE001  # it ends its request, whatever it is
+                self._end_faulty(row.seq.request, "reading its prompt's log probabilities", error, now)
+                continue
+            if output is not None:
+                self._outputs.append(output)
+        left = [i for i, seq in enumerate(sampled) if seq.state is not SequenceState.FINISHED]
+        return logits[left], [sampled[i] for i in left]
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor, now: float) -> None:
         if not seqs:
@@ -775,6 +804,10 @@ class DecodeWorker:
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"token {token} is not in the vocabulary of {vocab_size} tokens")
+        if spec.sampling.prompt_logprobs and len(spec.token_ids) > MAX_TOLD_PROMPT:
+            raise ValueError(
+                f"prompt_logprobs are told of prompts of at most {MAX_TOLD_PROMPT} tokens, got {len(spec.token_ids)}"
+            )
         if spec.sampling.min_tokens and len({*stops, *self._eos_ids}) >= vocab_size:
             raise ValueError(f"min_tokens needs a token that ends nothing, and all {vocab_size} are stop ids")
         kind = self._kind(spec)
@@ -792,6 +825,8 @@ class DecodeWorker:
 
     def _accept(self, event: _Submitted) -> None:
         spec = event.spec
+        if spec.sampling.prompt_logprobs:
+            spec = replace(spec, use_cache=False)
         if self._stop_at_s is not None:
             self._outputs += _refused(spec, FinishReason.CANCELLED, "the worker is stopping")
             return
@@ -911,6 +946,7 @@ class DecodeWorker:
 
     def _close_request(self, request: Request) -> None:
         del self._requests[request.spec.request_id]
+        self._prompt_logprobs.forget(request)
         self._accounts.close(request, time.monotonic())
 
     def _begin_stop(self, deadline_s: float) -> None:

@@ -443,6 +443,7 @@ def test_no_stop_string_ends_a_sequence_before_min_tokens(client: Client) -> Non
             "logit_bias must name at most 1024 tokens, got 1025",
         ),
         ([1], {"logprobs": 21}, "INVALID_ARGUMENT", "logprobs must be from 0 to 20, got 21"),
+        ([1], {"prompt_logprobs": 21}, "INVALID_ARGUMENT", "prompt_logprobs must be from 0 to 20, got 21"),
         ([1], {"n": 17}, "INVALID_ARGUMENT", "n must be from 1 to 16, got 17"),
         ([1], {"seed": -1}, "INVALID_ARGUMENT", "seed"),
         ([1], {"stop": [""]}, "INVALID_ARGUMENT", "stop string must not be empty"),

@@ -29,6 +29,8 @@ WHOLE = Output(
     usage=Usage(10, 2, 4, {"L1": 6}),
     timings=Timings(1.0, 2.0, 3.0, 4.0, 5.0),
     error="none",
+    prompt_position=3,
+    prompt_logprobs=(TokenLogprobs(-1.5, ((2, -0.25),)), TokenLogprobs(-0.75, ())),
 )
 
 

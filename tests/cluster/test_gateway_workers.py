@@ -21,6 +21,7 @@ from kvtier.cli.client import Client, completion, connect
 from kvtier.cluster.gateway_ports import OwnerDown
 from kvtier.tier.service import CacheService
 from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo, WorkerStopped
+from kvtier.workers.scheduler import PROMPT_LOGITS
 from kvtier.workers.worker import DecodeWorker
 
 OPTIONS: dict[str, Any] = {
@@ -147,6 +148,35 @@ def test_a_prompt_prefilled_at_one_worker_goes_on_at_another_with_the_same_token
     assert split["usage"]["computed_tokens"] == 200, "counted where it was prefilled"
     assert counted == [1, 1], "each request once"
     assert [move["worker"] for move in explained["moves"]] == ["w1"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_prompt_told_in_part_is_told_to_its_end_where_its_request_goes_on(
+    tiny_llama: Path, tmp_path: Path, chunks: int
+) -> None:
+    """Its first worker breaks in the middle of the prompt; the other one tells all of it, of which the rest is taken."""
+    tokens = prompt(3 * PROMPT_LOGITS, 6)
+    asked: dict[str, Any] = {"max_tokens": 4, "logprobs": 0, "prompt_logprobs": 3}
+    with world(tiny_llama, tmp_path, "both", "both") as made:
+        whole = made.ask(tokens, worker="w1", **asked)
+        steps = 0
+
+        def end(batch: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > chunks:
+                raise RuntimeError("the model broke")
+
+        made.runners[0].before = end
+        moved = made.ask(tokens, worker="w0", **asked)
+        made.runners[0].before = lambda batch: None
+
+    assert len(whole["prompt_logprobs"]) == len(tokens) - 1
+    assert {len(entry["top"]) for entry in whole["prompt_logprobs"]} == {3}
+    assert moved["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert [one["token_ids"] for one in moved["sequences"]] == [
+        one["token_ids"] for one in whole["sequences"]
+    ]
 
 
 @pytest.mark.parametrize("how", ["stops", "breaks"])

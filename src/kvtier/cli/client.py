@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -77,6 +77,9 @@ class Chunk:
     usage: dict[str, Any] | None
     timings_ms: dict[str, float] | None
     seed: int | None  # on the first chunk
+    prompt_logprobs: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of the prompt's tokens from the second on
 
 
 def connect(endpoint: str, tls: TLSFiles | None = None, *, timeout_s: float = 5.0) -> Client:
@@ -164,6 +167,7 @@ class Client:
         ignore_eos: bool = False,
         logprobs: int = 0,
         n: int = 1,
+        prompt_logprobs: int = 0,
         no_cache: bool = False,
         lossy: bool = False,  # True: takes pages re-quantized for a lower tier where the exact ones are gone
         window: int = 0,  # tokens that each token attends; 0: as the deployment is configured
@@ -205,6 +209,7 @@ class Client:
                 stop_ids=stop_ids,
                 ignore_eos=ignore_eos,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 n=n,
             ),
             **_prompt(prompt),
@@ -355,7 +360,7 @@ def completion(chunks: Iterable[Chunk]) -> dict[str, Any]:
 
     {"request_id", "worker", "text", "token_ids", "finish_reason", "usage": {"prompt_tokens", "completion_tokens",
     "computed_tokens", "cached_tokens": {"L1", "L2", "L3", "L4", "remote"}}, "timings_ms": {"queue", "load",
-    "prefill", "ttft", "decode"}, "seed"}; "logprobs" where asked for.
+    "prefill", "ttft", "decode"}, "seed"}; "logprobs" and "prompt_logprobs" where asked for.
     """
     whole: dict[str, Any] = {"request_id": "", "worker": "", "usage": None, "timings_ms": None, "seed": None}
     sequences: dict[int, dict[str, Any]] = {}
@@ -364,6 +369,8 @@ def completion(chunks: Iterable[Chunk]) -> dict[str, Any]:
             whole[name] = getattr(chunk, name) or whole[name]
         if chunk.seed is not None:
             whole["seed"] = chunk.seed
+        if chunk.prompt_logprobs:
+            whole.setdefault("prompt_logprobs", []).extend(chunk.prompt_logprobs)
         _extend(sequences, chunk)
     first = sequences.get(0) or _sequence(0)
     result = {name: value for name, value in first.items() if name != "index"} | whole
@@ -418,15 +425,20 @@ def _chunk(chunk: inference_pb2.GenerateChunk) -> Chunk:
         index=chunk.index,
         text=chunk.text,
         token_ids=list(chunk.token_ids),
-        logprobs=[
-            {"logprob": one.logprob, "top": [{"id": top.id, "logprob": top.logprob} for top in one.top]}
-            for one in chunk.logprobs
-        ],
+        logprobs=_logprobs(chunk.logprobs),
+        prompt_logprobs=_logprobs(chunk.prompt_logprobs),
         finish_reason=_REASONS.get(chunk.finish_reason),
         usage=_usage(chunk.usage) if chunk.HasField("usage") else None,
         timings_ms=_plain(chunk.timings_ms) if chunk.HasField("timings_ms") else None,
         seed=chunk.seed if chunk.HasField("seed") else None,
     )
+
+
+def _logprobs(positions: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {"logprob": one.logprob, "top": [{"id": top.id, "logprob": top.logprob} for top in one.top]}
+        for one in positions
+    ]
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:

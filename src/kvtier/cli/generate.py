@@ -92,6 +92,12 @@ def generate(
         int,
         typer.Option(help=f"With --json: log probabilities of the K likeliest tokens, {RANGES['logprobs']}."),
     ] = 0,
+    prompt_logprobs: Annotated[
+        int,
+        typer.Option(
+            help=f"With --json: the same of each prompt token, {RANGES['prompt_logprobs']}; nothing is cached."
+        ),
+    ] = 0,
     n: Annotated[
         int, typer.Option("--n", "-n", help=f"So many answers to the same prompt, {RANGES['n']}.")
     ] = 1,
@@ -192,6 +198,7 @@ def generate(
             stop_ids=stop_id or (),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             n=n,
             no_cache=no_cache,
             lossy=lossy,
