@@ -446,7 +446,11 @@ class Flights:
         streams = sorted(worker.streams.values(), key=lambda stream: not stream.has_gone_on)
         culprits: set[str] = set()
         if not is_ordered:
-            ids = [stream.request.request_id for stream in streams if not stream.is_settled]
+            live = [stream for stream in streams if not stream.is_settled]
+            for stream in live:
+                if stream.attempts[-1].request_id in self._submitting:  # the worker never said that it has it
+                    self._suspects.left(stream.request.request_id)
+            ids = [stream.request.request_id for stream in live]
             culprits = self._suspects.died(worker.info.worker_id, ids)
         for stream in streams:
             if stream.request.request_id in culprits:

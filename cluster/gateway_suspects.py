@@ -47,7 +47,7 @@ class Suspects:
         return culprits
 
     def left(self, request: str) -> None:
-        """It left a worker that did not die, having given nothing there: a suspect waits again."""
+        """It left a worker that did not die of it, having given nothing there: a suspect waits again."""
         if self._trials.pop(request, None) is not None:
             self._waiting[request] = None
 

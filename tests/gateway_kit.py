@@ -17,6 +17,7 @@ from kvtier.cluster.gateway_cache import CacheVerbs, Node
 from kvtier.cluster.gateway_clears import Clearer, ClearRecord
 from kvtier.cluster.gateway_core import GatewayCore
 from kvtier.cluster.gateway_holders import Holders, HoldersPort
+from kvtier.cluster.gateway_ports import OwnerDown
 from kvtier.cluster.gateway_server import GatewayServer
 from kvtier.proto import inference_pb2
 from kvtier.tier.base import Outcome, PageInfo, Uncleared
@@ -194,6 +195,7 @@ class EchoWorker:
     sink: Callable[[str, list[Output]], None] = lambda worker_id, outputs: None
     is_manual: bool = False
     max_waiting: int = 10_000
+    is_dead: bool = False  # its process has ended, and nobody has noticed yet
     wrong: str | None = None
     pages_held: dict[str, PageInfo] = field(default_factory=dict)
     counters: Snapshot = field(default_factory=lambda: counted(2))
@@ -208,6 +210,8 @@ class EchoWorker:
     _task: asyncio.Task[None] | None = None
 
     async def submit(self, request: EngineRequest) -> None:
+        if self.is_dead:
+            raise OwnerDown("its process ended")
         if len(self.running) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} requests are waiting, at most {self.max_waiting} are taken")
         self.submitted.append(request)

@@ -182,6 +182,31 @@ def test_suspects_wait_for_a_worker_that_is_there_and_fail_where_there_is_none(t
             assert failed.value.status == ("INTERNAL" if is_tried else "UNAVAILABLE")
 
 
+def test_workers_that_die_at_once_make_no_culprit_of_what_the_second_never_had(text: Text) -> None:
+    """Every worker is killed at the same moment: requests are told that nobody serves them, and may be sent again."""
+    with driving(text, workers=2) as drive:
+        calls = [drive.ask("abcd", max_tokens=8, worker="w0") for _ in range(3)]
+        drive.step(drive.workers[0], 3)
+        drive.workers[1].is_dead = True
+        drive.lose(drive.workers[0])
+
+        for call in calls:
+            with pytest.raises(ClientError) as failed:
+                call.result(30)
+            assert failed.value.status == "UNAVAILABLE"
+
+
+def test_a_suspect_that_a_dead_worker_never_had_goes_on_at_the_next(text: Text) -> None:
+    with driving(text, workers=3) as drive:
+        call = drive.ask("abcd", max_tokens=8, worker="w0")
+        drive.step(drive.workers[0], 3)
+        for worker in drive.workers[1:]:
+            worker.is_dead = True
+        drive.workers[2].is_dead = False
+        drive.lose(drive.workers[0])
+        assert drive.finish(call)["text"] == "abcdabcd"
+
+
 def test_a_suspect_whose_client_leaves_makes_way_for_the_next(text: Text) -> None:
     with driving(text, workers=2) as drive:
         calls = [drive.ask("abcd", max_tokens=8, worker="w0", timeout_s=t) for t in (30, 30)]
