@@ -62,7 +62,7 @@ chaos: setup  ## every fault that one machine can show, at random moments; CHAOS
 	@$(PY) tests/chaos/chaos_run.py --rounds $(CHAOS_ROUNDS) --minutes $(CHAOS_MINUTES) \
 		$(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(if $(CHAOS_REPORT),--report $(CHAOS_REPORT))
 
-aot: setup  ## compile every GPU kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU; fails on spills and slower loops
+aot: setup  ## compile every GPU kernel for sm_80 to sm_120 and gfx942, without a GPU; fails on spills and slower loops
 	@$(PY) -m kvtier.kernels.aot
 
 demo: setup  ## real chat requests through the tiers, with the table of hits

@@ -158,6 +158,22 @@ def through_the_tiers(runner: Runner, tokens: int, answer: int) -> dict[str, Any
     }
 
 
+def graphs(path: str, l1_bytes: int, tokens: int, answer: int) -> dict[str, Any]:
+    """The same answer by launched and by replayed decode steps, in float32, and what a step of each took."""
+    row: dict[str, Any] = {}
+    answers: list[list[int]] = []
+    for name, is_on in (("launched", False), ("replayed", True)):
+        runner = load(path, "float32", "fast", l1_bytes, cuda_graphs=is_on)
+        with tempfile.TemporaryDirectory() as folder, running(runner, Path(folder)) as (worker, _, client):
+            prompt = tuple(int(t) for t in torch.arange(tokens) * 7919 % (runner.vocab_size - 1) + 1)
+            client.generate(worker, prompt, 4)
+            began = time.perf_counter()
+            answers.append(client.generate(worker, prompt, answer)["tokens"])
+            row[f"step_ms {name}"] = 1e3 * (time.perf_counter() - began) / answer
+        runner.close()
+    return {"ok": answers[0] == answers[1], "same_tokens": answers[0] == answers[1], **row}
+
+
 def copies(device: torch.device, page_bytes: int, pages: int) -> dict[str, Any]:
     """Pages between L1 and slots of a node's slab, as a worker's copy threads move them, beside one plain copy of as many
     bytes to and from memory that torch pinned: what the bus gives.
@@ -296,7 +312,7 @@ def tiny_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def load(path: str, dtype: str, numerics: str, l1_bytes: int) -> Runner:
+def load(path: str, dtype: str, numerics: str, l1_bytes: int, *, cuda_graphs: bool = False) -> Runner:
     """The model with its arena, on the device that is there."""
     return load_runner(
         path,
@@ -309,6 +325,7 @@ def load(path: str, dtype: str, numerics: str, l1_bytes: int) -> Runner:
         max_context=4096,
         max_batch_tokens=1024,
         epoch=0,
+        cuda_graphs=cuda_graphs,
     )
 
 
@@ -364,6 +381,8 @@ def main() -> int:
             runner = load(str(path), dtype, numerics, (64 << 20) if options.dry else (1 << 30))
             rows[title] = through_the_tiers(runner, tokens, answer)
             runner.close()
+        l1_bytes = (64 << 20) if options.dry else (1 << 30)
+        rows["decode by CUDA graphs"] = graphs(str(llama), l1_bytes, tokens, answer)
     rows["copies"] = copies(device, page_bytes, pages)
     rows["frames of another process"] = shared_frames(device, page_bytes, pages)
     for title, row in rows.items():

@@ -116,6 +116,7 @@ class Actors:
             preemption=request_weights(config),
             role=self._roles[number],
             tensor_parallel=config.worker.tensor_parallel,
+            cuda_graphs=config.worker.cuda_graphs,
             l2_share=self._l2_share(),
         )
 

@@ -46,6 +46,9 @@ class WorkerConfig(Section):
     role: Role | tuple[Role, ...] = "both"
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share one worker's weights and pages
     gpus: Literal["auto"] | float = "auto"  # of each rank; auto: 1 where nodes have GPUs, else 0
+    cuda_graphs: bool = (
+        False  # replay decode steps as CUDA graphs: fewer launches, some memory for each batch size
+    )
     threads: int = Field(default=0, ge=0)  # 0: the physical cores within the CPU quota, shared out
     max_batch_tokens: int = Field(
         default=2048, ge=16

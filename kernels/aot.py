@@ -25,15 +25,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from kvtier.kernels.variants import AotVariant, Target
+from kvtier.kernels.variants import MAX_STACK_BYTES, AotVariant, Target
 
 MODULES = ("gqa", "mla", "write", "gather", "combine")
 TABLE = Path(__file__).with_name("aot_table.json")  # what review sees of a change
-MAX_STACK_BYTES = 128
+# Most that a program may have: "shared memory per thread block" in the CUDA programming guide's table of compute capabilities.
 SHARED_BYTES: dict[Target, int] = {
     "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
     "gfx942": 64 << 10,
 }
 SCHEDULERS = 4  # of an NVIDIA multiprocessor, and SIMD units of an AMD compute unit
@@ -59,14 +62,15 @@ class Built:
     loop_spills: int
     cycles: int | None  # issue cycles per 64 tokens of the hot loop
     seconds: float
+    max_stack_bytes: int = MAX_STACK_BYTES
 
     def trouble(self, limit: int | None) -> list[str]:
         """What the gate objects to; `limit` is the table's number of cycles."""
         found: list[str] = []
         if self.loop_spills:
             found.append(f"{self.loop_spills} accesses to local memory in the hot loop")
-        if self.stack_bytes > MAX_STACK_BYTES:
-            found.append(f"a stack of {self.stack_bytes} bytes, at most {MAX_STACK_BYTES} are allowed")
+        if self.stack_bytes > self.max_stack_bytes:
+            found.append(f"a stack of {self.stack_bytes} bytes, at most {self.max_stack_bytes} are allowed")
         room = SHARED_BYTES[self.target]  # type: ignore[index]
         if self.shared_bytes > room:
             found.append(f"{self.shared_bytes} bytes of shared memory, the target has {room}")
@@ -120,6 +124,7 @@ def build(target: Target, name: str, assembly: Path | None = None) -> Built:
         loop_spills=loop_spills,
         cycles=cycles,
         seconds=time.perf_counter() - start,
+        max_stack_bytes=variant.max_stack_bytes,
     )
 
 

@@ -26,7 +26,14 @@ import triton.language as tl
 from kvtier.kernels.blocks import BLOCK_FIELDS, Cutting, PrefillLaunch, prefill_work
 from kvtier.kernels.codes import E4M3_BITS_SCALE
 from kvtier.kernels.combine import LN2, LOG2E, combine, with_sink_logit
-from kvtier.kernels.items import ITEM_FIELDS, WorkItems, balanced_split, work_items
+from kvtier.kernels.items import (
+    ITEM_FIELDS,
+    WorkItems,
+    balanced_split,
+    most_items,
+    overwrite_items,
+    work_items,
+)
 from kvtier.kernels.layout import (
     Format,
     KVLayout,
@@ -47,7 +54,7 @@ from kvtier.kernels.packed import (
 )
 from kvtier.kernels.plans import PerPlan
 from kvtier.kernels.reference import hadamard
-from kvtier.kernels.variants import AotVariant, Target, make_variant
+from kvtier.kernels.variants import MAX_STACK_BYTES, AotVariant, Target, make_variant
 from kvtier.kernels.write import gate_layout
 
 ITEM = tl.constexpr(ITEM_FIELDS)
@@ -542,29 +549,45 @@ class Tuning:
     decode: tuple[Form, Form]
     prefill: tuple[Form, Form]
     prefill_rows: int  # of a program, times heads of the group
+    # float32 has no matrix instructions here, and twice the bytes: smaller tiles keep it in registers and shared memory.
+    float32_rows: int = 16
+    float32_tile: int = 16
+    float32_warps: int = 8
+    wide_code_warps: int = 1  # at least, of codes of heads wider than 128
 
     def block(self, layout: KVLayout, group: int) -> int:
-        """Rows times heads of a prefill program; the accumulators of a wide head leave room for half of them."""
-        rows = self.prefill_rows if layout.head_dim <= 128 else self.prefill_rows // 2
+        """Rows times heads of a prefill program: the wider a head's accumulators, the fewer."""
+        rows = self.prefill_rows
+        if layout.dtype is torch.float32:
+            rows = self.float32_rows // (1 if layout.head_dim <= 128 else 2)
+        elif layout.head_dim > 128:
+            rows = max(16, rows // (2 if layout.head_dim <= 256 else 4))
         return max(rows, int(triton.next_power_of_2(group)))
 
 
 TUNING: dict[Target, Tuning] = {
     "sm_80": Tuning(False, True, (Form(4, 3), Form(2, 3)), (Form(4, 2), Form(4, 2)), 64),
+    "sm_86": Tuning(False, True, (Form(4, 3), Form(2, 3)), (Form(4, 2), Form(4, 2)), 64),
+    "sm_89": Tuning(True, True, (Form(4, 3), Form(2, 3)), (Form(4, 2), Form(4, 2)), 64),
     "sm_90": Tuning(True, True, (Form(4, 3), Form(2, 3)), (Form(8, 3), Form(8, 2)), 128),
     "sm_100": Tuning(True, True, (Form(4, 3), Form(2, 3)), (Form(8, 3), Form(8, 2)), 64),
-    "gfx942": Tuning(False, False, (Form(4, 1), Form(4, 1)), (Form(4, 1), Form(4, 1)), 64),
+    "sm_120": Tuning(True, True, (Form(4, 3), Form(2, 3)), (Form(4, 2), Form(4, 2)), 64, wide_code_warps=4),
+    "gfx942": Tuning(False, False, (Form(4, 1), Form(4, 1)), (Form(4, 1), Form(4, 1)), 64, float32_warps=4),
 }
 # In the interpreter blocks are small, so that tests have several.
-INTERPRETED = Tuning(True, False, (Form(1, 1), Form(1, 1)), (Form(1, 1), Form(1, 1)), 32)
+INTERPRETED = Tuning(True, False, (Form(1, 1), Form(1, 1)), (Form(1, 1), Form(1, 1)), 32, 32, 64)
 
 MIN_SPLIT_TOKENS = 256  # a program with less work spends its time on starting
 MIN_PAGE_TOKENS = 16
+# Matrix instructions take 16 numbers of a row at least. Codes come by halves.
+MIN_RAW_DIM, MIN_CODED_DIM = 16, 32
 
 
-def tile_tokens(format: Format, layout: KVLayout) -> int:
+def tile_tokens(format: Format, layout: KVLayout, tuning: Tuning) -> int:
     """Tokens that a program takes at a time; those of one page where its channels have scales."""
     tile = 64 if layout.head_dim <= 128 else 32
+    if layout.dtype is torch.float32:
+        tile = min(tile, tuning.float32_tile)
     return min(tile, layout.page_tokens) if format is Format.INT4C else tile
 
 
@@ -609,7 +632,8 @@ class PagedAttention:
         self._programs = programs
         self._split_tokens = split_tokens
         self._dot = dot
-        self._work: PerPlan[_Work] = PerPlan()
+        self._work: PerPlan[_Work] = PerPlan(_overwrite)
+        self.tables: tuple[PerPlan[_Work], ...] = (self._work,)
 
     def paged_attention(
         self,
@@ -633,7 +657,7 @@ class PagedAttention:
         work = self._work.get(
             plan,
             (layout, rows, heads, q.device, arena.numel()),
-            lambda: self._cut(plan, arena, layout, tuning, rows, heads, q.device),
+            lambda plan: self._cut(plan, arena, layout, tuning, rows, heads, q.device),
         )
         q = q.contiguous()
         q_sinks = q if q_sinks is None else q_sinks.contiguous()
@@ -685,12 +709,13 @@ class PagedAttention:
                 device,
                 separate_sinks=True,
                 written_elsewhere=elsewhere,
+                most_items=most_items(wanted, plan.shape),
             )
         group = heads // layout.num_kv_heads
         cutting = Cutting(
             rows=tuning.block(layout, group) // group,
             page_tokens=layout.page_tokens,
-            tile_tokens=lambda format: tile_tokens(format, layout),
+            tile_tokens=lambda format: tile_tokens(format, layout, tuning),
         )
         blocks = prefill_work(plan, np.flatnonzero(long), cutting)
         tables = [blocks.pages, blocks.numbers, *(launch.items for launch in blocks.launches)]
@@ -747,7 +772,7 @@ class _Call:
             *self._numbers(format),
             **self._constants(format),
             M=decode_rows(self._group),
-            **_options(self.tuning.decode, format, self.layout.head_dim),
+            **_options(self.tuning, self.tuning.decode, format, self.layout),
         )
 
     def prefill(
@@ -773,7 +798,7 @@ class _Call:
             *self._numbers(format),
             **self._constants(format),
             M=self.tuning.block(self.layout, self._group),
-            **_options(self.tuning.prefill, format, self.layout.head_dim),
+            **_options(self.tuning, self.tuning.prefill, format, self.layout),
         )
 
     @property
@@ -816,27 +841,36 @@ def kernel_constants(
         "H": layout.num_kv_heads,
         "G": group,
         "D": layout.head_dim,
-        "DP": triton.next_power_of_2(layout.head_dim),
+        "DP": max(
+            MIN_RAW_DIM if format is Format.RAW else MIN_CODED_DIM, triton.next_power_of_2(layout.head_dim)
+        ),
         "P": layout.page_tokens,
         "V": record.v,
         "KS": record.k_scales,
         "VS": record.v_scales,
-        "TILE": tile_tokens(format, layout),
+        "TILE": tile_tokens(format, layout, tuning),
     }
 
 
 def _dot(format: Format, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Type of dot operands. Codes are exact in float16; the interpreter can't do arithmetic in bfloat16."""
-    if device.type == "cpu" or dtype is torch.float32:
+    return torch.float32 if device.type == "cpu" else _dot_on_gpu(format, dtype)
+
+
+def _dot_on_gpu(format: Format, dtype: torch.dtype) -> torch.dtype:
+    if dtype is torch.float32:
         return torch.float32
     return dtype if format is Format.RAW else torch.float16
 
 
-def _options(forms: tuple[Form, Form], format: Format, head_dim: int) -> dict[str, int]:
-    """Codes of wide heads leave no registers for a third stage."""
-    form = forms[format is not Format.RAW]
-    stages = min(form.stages, 2) if head_dim > 128 and format is not Format.RAW else form.stages
-    return {"num_warps": form.warps, "num_stages": stages}
+def _options(tuning: Tuning, forms: tuple[Form, Form], format: Format, layout: KVLayout) -> dict[str, int]:
+    """Codes of wide heads leave no registers for a third stage; float32 numbers want many threads' registers, and one stage."""
+    if layout.dtype is torch.float32:
+        return {"num_warps": tuning.float32_warps, "num_stages": 1}
+    warps, stages = forms[format is not Format.RAW]
+    if layout.head_dim > 128 and format is not Format.RAW:
+        warps, stages = max(warps, tuning.wide_code_warps), min(stages, 2)
+    return {"num_warps": warps, "num_stages": stages}
 
 
 @cache
@@ -847,6 +881,12 @@ def _rotation(dim: int, device: torch.device) -> torch.Tensor:
 def _rotated(q: torch.Tensor, format: Format) -> torch.Tensor:
     """The queries as pages of a format see them."""
     return q.float() @ _rotation(q.shape[-1], q.device) if format is Format.INT4 else q
+
+
+def _overwrite(target: _Work, source: _Work) -> None:
+    """Of decode steps in one fixed shape."""
+    assert target.decode is not None and source.decode is not None and not source.prefill
+    overwrite_items(target.decode, source.decode)
 
 
 def _those(plan: StepPlan, which: npt.NDArray[np.bool_]) -> StepPlan:
@@ -864,46 +904,56 @@ def _check_page_tokens(layout: KVLayout) -> None:
 
 def aot_variants(target: Target) -> list[AotVariant]:
     """Compiled forms for the ahead-of-time gate: Llama-3-8B's heads over pages of 64 tokens, and some others."""
-    tuning = TUNING[target]
-    shapes = [(format, 64, 128) for format in Format]
-    shapes += [(format, 16, 128) for format in (Format.RAW, Format.FP8, Format.INT4C)]
-    shapes += [(format, 64, dim) for dim in (80, 256) for format in (Format.RAW, Format.FP8, Format.INT4C)]
-    variants = [_variant(target, tuning, "decode", *shape) for shape in shapes]
-    variants += [_variant(target, tuning, "prefill", format, 64, 128) for format in Format]
+    shapes: list[tuple[Kind, Format, int, int]] = [("decode", format, 64, 128) for format in Format]
+    few = (Format.RAW, Format.FP8, Format.INT4C)
+    shapes += [("decode", format, 16, 128) for format in few]
+    shapes += [("decode", format, 64, dim) for dim in (80, 256) for format in few]
+    shapes += [("prefill", format, 64, 128) for format in Format]
+    shapes += [("prefill", format, 64, 256) for format in (Format.RAW, Format.INT4C)]
+    variants = [_variant(target, *shape, torch.bfloat16) for shape in shapes]
+    # float32 models: their dot operands are float32 in every format, which takes the most shared memory.
+    floats: list[tuple[Kind, Format, int, int]] = [(kind, Format.RAW, 16, 128) for kind in KINDS]
+    floats += [("prefill", Format.RAW, 16, 256), ("decode", Format.FP8, 16, 128)]
+    variants += [_variant(target, *shape, torch.float32) for shape in floats]
+    # Tiny and wide heads, whose tiles are the smallest and the largest.
     variants += [
-        _variant(target, tuning, "prefill", format, 64, 256) for format in (Format.RAW, Format.INT4C)
+        _variant(target, kind, Format.RAW, 16, dim, torch.bfloat16) for kind in KINDS for dim in (8, 512)
     ]
+    variants += [_variant(target, kind, Format.INT4, 16, 8, torch.bfloat16) for kind in KINDS]
     return variants
 
 
+Kind = Literal["decode", "prefill"]
+KINDS: tuple[Kind, Kind] = ("decode", "prefill")
+
+
 def _variant(
-    target: Target,
-    tuning: Tuning,
-    kind: Literal["decode", "prefill"],
-    format: Format,
-    page_tokens: int,
-    dim: int,
+    target: Target, kind: Kind, format: Format, page_tokens: int, dim: int, dtype: torch.dtype
 ) -> AotVariant:
-    layout = gate_layout(format, page_tokens=page_tokens, head_dim=dim)
+    tuning = TUNING[target]
+    layout = gate_layout(format, page_tokens=page_tokens, head_dim=dim, dtype=dtype)
     group = 4
-    types = dict.fromkeys(("raw_ptr", "out_ptr"), "*bf16:16")
+    number = "*fp32:16" if dtype is torch.float32 else "*bf16:16"
+    types = dict.fromkeys(("raw_ptr", "out_ptr"), number)
     types |= {"u8_ptr": "*u8:16", "f16_ptr": "*fp16:16", "items_ptr": "*i32", "pages_ptr": "*i32"}
     types |= dict.fromkeys(("lse2_ptr", "lse_ptr", "logits_ptr"), "*fp32:16")
     types |= {"unit_bytes": "i64:16", "layer_offset": "i64:16", "scale": "fp32", "cap": "fp32"}
-    queries = "*fp32:16" if format is Format.INT4 else "*bf16:16"
+    queries = "*fp32:16" if format is Format.INT4 else number
     if kind == "decode":
         types |= {"q_ptr": queries, "q_sinks_ptr": queries, "partial_ptr": "*fp32:16"}
         forms, rows = tuning.decode, decode_rows(group)
     else:
         types |= {"q_ptr": queries, "numbers_ptr": "*i32", "scratch_ptr": "*fp32:16"}
         forms, rows = tuning.prefill, tuning.block(layout, group)
-    dot = torch.bfloat16 if format is Format.RAW else torch.float16
-    constants = kernel_constants(format, layout, tuning, dot, group)
+    constants = kernel_constants(format, layout, tuning, _dot_on_gpu(format, dtype), group)
+    is_float32 = dtype is torch.float32
+    is_hot = kind == "decode" and not is_float32  # without matrix instructions no loop is measured
     return make_variant(
-        f"{kind}_{format.name.lower()}_p{page_tokens}_d{dim}",
+        f"{kind}_{format.name.lower()}_p{page_tokens}_d{dim}{'_fp32' if is_float32 else ''}",
         decode_kernel if kind == "decode" else prefill_kernel,
         types,
         constants | {"CAPPED": False, "HAS_LOGITS": False, "M": rows},
-        _options(forms, format, dim),
-        constants["TILE"] if kind == "decode" else 0,
+        _options(tuning, forms, format, layout),
+        constants["TILE"] if is_hot else 0,
+        max_stack_bytes=2 * MAX_STACK_BYTES if is_float32 and dim > 128 else MAX_STACK_BYTES,
     )

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kernels.layout import Format, StepPlan
+from kvtier.kernels.layout import FixedShape, Format, StepPlan
+from kvtier.kernels.plans import ShapeExceeded
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -38,11 +39,14 @@ def work_items(
     *,
     separate_sinks: bool = False,
     written_elsewhere: npt.NDArray[np.bool_] | None = None,
+    most_items: int = 0,
 ) -> WorkItems:
     """Items of the rows' tokens, cut at multiples of `split_tokens` (a multiple of page_tokens) and between formats.
 
     A row's items depend on its own tokens and `split_tokens` alone. With `separate_sinks`, the sinks of sequences with
     a window are items of their own. Rows [num_rows] that are `written_elsewhere` are not among those to be joined.
+    A plan of a fixed shape has `most_items` for each of its formats, all its rows are joined, and what is too few is
+    padded. Raises ShapeExceeded where that is too few.
     """
     if split_tokens % page_tokens:
         raise ValueError(f"split_tokens must be a multiple of {page_tokens}, got {split_tokens}")
@@ -56,22 +60,29 @@ def work_items(
     order = np.argsort(row, kind="stable")
     items = np.stack([row, base, first, end, np.zeros_like(row), sinks], 1)[order].astype(np.int32)
     counts = np.bincount(items[:, 0], minlength=num_rows)
-    joined = np.flatnonzero(
-        (counts != 1) if written_elsewhere is None else (counts != 1) & ~written_elsewhere
-    )
-    alone = counts[items[:, 0]] == 1
+    is_joined = np.ones(num_rows, np.bool_) if plan.shape is not None else counts != 1
+    joined = np.flatnonzero(is_joined if written_elsewhere is None else is_joined & ~written_elsewhere)
+    alone = ~is_joined[items[:, 0]]
     items[:, 4] = np.where(alone, DIRECT, np.cumsum(~alone) - 1)
     indptr = np.concatenate([[0], np.cumsum(counts[joined])])
 
     formats = plan.formats[items[:, 1] + items[:, 2] // page_tokens]
     order = np.lexsort((items[:, 2] - items[:, 3], formats))
+    ordered: Ints = items[order]
+    codes: Ints = formats[order]
+    frames: Ints = plan.frames
+    num_slots = int(indptr[-1])
+    if plan.shape is not None:
+        num_slots = len(plan.shape.formats) * most_items + 1
+        ordered, codes = _padded_items(ordered, codes, plan.shape, most_items, num_slots - 1)
+        frames = _padded_frames(frames, plan.shape)
     on_device = torch.from_numpy(
-        np.concatenate([items[order].ravel(), plan.frames, joined, indptr]).astype(np.int32)
+        np.concatenate([ordered.ravel(), frames, joined, indptr]).astype(np.int32)
     ).to(device, non_blocking=True)
-    parts = torch.split(on_device, [items.size, len(plan.frames), len(joined), len(indptr)])
+    parts = torch.split(on_device, [ordered.size, len(frames), len(joined), len(indptr)])
     table = parts[0].view(-1, ITEM_FIELDS)
-    present, starts = np.unique(formats[order], return_index=True)
-    stops = [*starts.tolist(), len(items)][1:]
+    present, starts = np.unique(codes, return_index=True)
+    stops = [*starts.tolist(), len(ordered)][1:]
     return WorkItems(
         by_format=tuple(
             (Format(int(code)), table[start:stop])
@@ -80,8 +91,54 @@ def work_items(
         pages=parts[1],
         rows=parts[2],
         indptr=parts[3],
-        num_slots=int(indptr[-1]),
+        num_slots=num_slots,
     )
+
+
+def most_items(wanted_items: int, shape: FixedShape | None) -> int:
+    """Items of one format, at most, that `balanced_split` gives the rows of a fixed shape; 0 without one.
+
+    A row has at most one piece more than its tokens over the split, one for its sinks, and one for each change of format,
+    of which a sequence has as many as there are formats.
+    """
+    return 0 if shape is None else wanted_items + shape.rows * (1 + len(shape.formats))
+
+
+def overwrite_items(target: WorkItems, source: WorkItems) -> None:
+    """Put other items of the same fixed shape into tables that a captured graph reads."""
+    for (format, table), (other, items) in zip(target.by_format, source.by_format, strict=True):
+        assert format is other and table.shape == items.shape and target.num_slots == source.num_slots
+        table.copy_(items)
+    target.pages.copy_(source.pages)
+    target.rows.copy_(source.rows)
+    target.indptr.copy_(source.indptr)
+
+
+def _padded_items(
+    items: Ints, formats: Ints, shape: FixedShape, most: int, spare_slot: int
+) -> tuple[Ints, Ints]:
+    """As many items of each format of the shape; those added have no token, and leave nothing in a slot that is read."""
+    tables: list[Ints] = []
+    for format in shape.formats:
+        own = items[formats == format]
+        if len(own) > most:
+            raise ShapeExceeded(f"{len(own)} items of format {format.name}, the shape has places for {most}")
+        padding = np.zeros((most - len(own), ITEM_FIELDS), np.int32)
+        padding[:, 4] = spare_slot
+        tables.append(np.concatenate([own, padding]))
+    if not set(formats.tolist()) <= set(shape.formats):
+        raise ShapeExceeded(
+            f"pages of formats {sorted(set(formats.tolist()))}, the shape has {shape.formats}"
+        )
+    codes = np.repeat(np.array(shape.formats, np.int64), most)
+    order = np.argsort(codes, kind="stable")
+    return np.concatenate(tables)[order], codes[order]
+
+
+def _padded_frames(frames: Ints, shape: FixedShape) -> Ints:
+    if len(frames) > shape.pages:
+        raise ShapeExceeded(f"{len(frames)} pages, the shape has places for {shape.pages}")
+    return np.concatenate([frames, np.zeros(shape.pages - len(frames), frames.dtype)])
 
 
 def balanced_split(plan: StepPlan, wanted_items: int, least_tokens: int) -> int:

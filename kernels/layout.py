@@ -109,6 +109,19 @@ class PlanSequence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class FixedShape:
+    """Sizes of the device tables of decode steps that replay one captured graph, whatever the steps hold.
+
+    `rows` are the rows of the batch, of which the last may belong to no sequence; `formats` those that have a launch;
+    `pages` the places for page numbers.
+    """
+
+    rows: int
+    formats: tuple[Format, ...]
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The sequences of one step and one layer group; made once, shared by all layers.
 
@@ -126,6 +139,7 @@ class StepPlan:
     first_pages: IntArray  # [sequences]
     windows: IntArray  # [sequences]
     sinks: IntArray  # [sequences]
+    shape: FixedShape | None = None  # of decode steps: tables are padded to it
 
     @property
     def num_sequences(self) -> int:

@@ -25,7 +25,15 @@ from kvtier.kernels.codes import (
     raw_bits,
 )
 from kvtier.kernels.combine import LN2, LOG2E, combine
-from kvtier.kernels.items import DIRECT, ITEM_FIELDS, WorkItems, balanced_split, work_items
+from kvtier.kernels.items import (
+    DIRECT,
+    ITEM_FIELDS,
+    WorkItems,
+    balanced_split,
+    most_items,
+    overwrite_items,
+    work_items,
+)
 from kvtier.kernels.layout import (
     Format,
     KVLayout,
@@ -72,8 +80,11 @@ class Tuning:
 
 TUNING: dict[Target, Tuning] = {
     "sm_80": Tuning(False, None, Form(32, 64, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 2)),
+    "sm_86": Tuning(False, None, Form(32, 32, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 2)),
+    "sm_89": Tuning(True, None, Form(32, 32, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 2)),
     "sm_90": Tuning(True, Form(64, 64, 8, 2), Form(32, 64, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 3)),
     "sm_100": Tuning(True, Form(64, 32, 8, 2), Form(32, 64, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 2)),
+    "sm_120": Tuning(True, None, Form(32, 32, 8, 2), Form(16, 32, 4, 2), (128, 64, 8, 2)),
     "gfx942": Tuning(False, None, Form(32, 16, 4, 1), Form(16, 32, 4, 1), (64, 32, 4, 1)),
 }
 INTERPRETED = Tuning(True, Form(16, 32, 1, 1), Form(16, 32, 1, 1), Form(16, 32, 1, 1), (32, 32, 1, 1))
@@ -539,8 +550,9 @@ class LatentAttention:
         self._programs = programs
         self._split_tokens = split_tokens
         self._dot = dot
-        self._items: PerPlan[WorkItems] = PerPlan()
+        self._items: PerPlan[WorkItems] = PerPlan(overwrite_items)
         self._pages: PerPlan[tuple[torch.Tensor, torch.Tensor]] = PerPlan()
+        self.tables: tuple[PerPlan[WorkItems], ...] = (self._items,)
 
     def latent_attention(
         self,
@@ -560,7 +572,7 @@ class LatentAttention:
         items = self._items.get(
             plan,
             (layout, rows, heads, q.device, arena.numel()),
-            lambda: self._cut(plan, arena, layout, rows, heads, q.device),
+            lambda plan: self._cut(plan, arena, layout, rows, heads, q.device),
         )
         out = torch.empty(rows, heads, layout.head_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -613,7 +625,7 @@ class LatentAttention:
         check_arena(arena, layout)
         check_layer(layer, layout)
         frames, formats = self._pages.get(
-            plan, (layout, arena.device, arena.numel()), lambda: _device_pages(plan, arena, layout)
+            plan, (layout, arena.device, arena.numel()), lambda plan: _device_pages(plan, arena, layout)
         )
         check_span(plan, layout, sequence, first, last)
         pages = range(first // layout.page_tokens, -(-last // layout.page_tokens))
@@ -697,7 +709,9 @@ class LatentAttention:
         wanted = max(1, self._programs // triton.cdiv(heads, form.heads))
         least = max(LEAST_SPLIT_TOKENS, layout.page_tokens)
         split = self._split_tokens or balanced_split(plan, wanted, least)
-        return work_items(plan, layout.page_tokens, split, rows, device)
+        return work_items(
+            plan, layout.page_tokens, split, rows, device, most_items=most_items(wanted, plan.shape)
+        )
 
     def _dot_type(self, dtype: torch.dtype, format: Format, device: torch.device) -> Any:
         """Type of dot operands. Codes are exact in float16; the interpreter can't do arithmetic in bfloat16."""
@@ -751,33 +765,13 @@ def _descriptors(
 
 def aot_variants(target: Target) -> list[AotVariant]:
     """Compiled forms for the ahead-of-time gate: DeepSeek-V3's 128 heads over pages of 64 tokens, and V2-Lite's 16."""
-    tuning = TUNING[target]
+    found = [
+        _latent_variant(target, format, heads, torch.bfloat16)
+        for format in (Format.RAW, Format.FP8)
+        for heads in (128, 16)
+    ]
+    found += [_latent_variant(target, format, 16, torch.float32) for format in (Format.RAW, Format.FP8)]
     arena = {"bytes_ptr": "*u8:16", "halves_ptr": "*fp16:16"}
-    results = {"items_ptr": "*i32", "pages_ptr": "*i32", "partial_ptr": "*fp32:16", "lse2_ptr": "*fp32:16"}
-    results |= {"out_ptr": "*bf16:16", "lse_ptr": "*fp32:16", "scale": "fp32"}
-    found = []
-    for format in (Format.RAW, Format.FP8):
-        layout = gate_layout(format, latent=True)
-        for heads in (128, 16):
-            form, by_descriptors = latent_form(tuning, layout, format, heads)
-            types = {"q_ptr": "*bf16:16"} | results
-            constants: dict[str, Any] = {
-                "DOT": tl.bfloat16 if format is Format.RAW else tl.float16,
-                "SHAPE": latent_shape(layout, format, heads),
-                "HEADS": form.heads,
-                "TOKENS": form.tokens,
-            }
-            kernel = latent_descriptor_kernel if by_descriptors else latent_kernel
-            if by_descriptors:
-                for name, width in (("latent_desc", layout.head_dim), ("rope_desc", layout.rope_dim)):
-                    types[name] = f"tensordesc<bf16[1, 1, {form.tokens}, {width}]>"
-                types["layer"] = "i32"
-            else:
-                types |= arena | {"raw_ptr": "*bf16:16", "layer_bytes": "i64:16"}
-                constants |= {"IS_FP8": format is Format.FP8, "NATIVE_FP8": tuning.native_fp8}
-            name = f"latent_{format.name.lower()}_{heads}_heads"
-            options = {"num_warps": form.warps, "num_stages": form.stages}
-            found.append(make_variant(name, kernel, types, constants, options, form.tokens))
     types = arena | {
         "raw_ptr": "*u16:16",
         "latents_ptr": "*u16:16",
@@ -787,11 +781,45 @@ def aot_variants(target: Target) -> list[AotVariant]:
     types |= {"formats_ptr": "*u8", "skipped": "i32", "n": "i32", "layer": "i32"}
     constants = _read_constants(gate_layout(Format.RAW, latent=True))
     found.append(make_variant("read_latents", read_kernel, types, constants, {"num_warps": 4}))
-    block, keys, warps, stages = tuning.dense
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16:16") | {"lse_ptr": "*fp32:16"}
+    return [*found, *(_dense_variant(target, dtype) for dtype in (torch.bfloat16, torch.float32))]
+
+
+def _latent_variant(target: Target, format: Format, heads: int, dtype: torch.dtype) -> AotVariant:
+    tuning, is_float32 = TUNING[target], dtype is torch.float32
+    number = "*fp32:16" if is_float32 else "*bf16:16"
+    layout = gate_layout(format, latent=True, dtype=dtype)
+    form, by_descriptors = latent_form(tuning, layout, format, heads)
+    types = {"items_ptr": "*i32", "pages_ptr": "*i32", "partial_ptr": "*fp32:16", "lse2_ptr": "*fp32:16"}
+    types |= {"q_ptr": number, "out_ptr": number, "lse_ptr": "*fp32:16", "scale": "fp32"}
+    dot = tl.float32 if is_float32 else tl.bfloat16 if format is Format.RAW else tl.float16
+    constants: dict[str, Any] = {
+        "DOT": dot,
+        "SHAPE": latent_shape(layout, format, heads),
+        "HEADS": form.heads,
+        "TOKENS": form.tokens,
+    }
+    kernel = latent_descriptor_kernel if by_descriptors else latent_kernel
+    if by_descriptors:
+        for name, width in (("latent_desc", layout.head_dim), ("rope_desc", layout.rope_dim)):
+            types[name] = f"tensordesc<bf16[1, 1, {form.tokens}, {width}]>"
+        types["layer"] = "i32"
+    else:
+        types |= {"bytes_ptr": "*u8:16", "halves_ptr": "*fp16:16", "raw_ptr": number, "layer_bytes": "i64:16"}
+        constants |= {"IS_FP8": format is Format.FP8, "NATIVE_FP8": tuning.native_fp8}
+    name = f"latent_{format.name.lower()}_{heads}_heads{'_fp32' if is_float32 else ''}"
+    options = {"num_warps": form.warps, "num_stages": form.stages}
+    return make_variant(name, kernel, types, constants, options, 0 if is_float32 else form.tokens)
+
+
+def _dense_variant(target: Target, dtype: torch.dtype) -> AotVariant:
+    is_float32 = dtype is torch.float32
+    block, keys, warps, stages = FLOAT32_DENSE if is_float32 else TUNING[target].dense
+    number = "*fp32:16" if is_float32 else "*bf16:16"
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), number) | {"lse_ptr": "*fp32:16"}
     types |= dict.fromkeys(("rows", "keys", "offset"), "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head", "v_row", "v_head"), "i32:16")
-    constants = {"DOT": tl.bfloat16, "SHAPE": dense_shape(192, 128), "ROWS": block, "KEYS": keys}
+    dot = tl.float32 if is_float32 else tl.bfloat16
+    constants = {"DOT": dot, "SHAPE": dense_shape(192, 128), "ROWS": block, "KEYS": keys}
     options = {"num_warps": warps, "num_stages": stages}
-    found.append(make_variant("dense_192_128", dense_kernel, types, constants, options, keys))
-    return found
+    name = f"dense_192_128{'_fp32' if is_float32 else ''}"
+    return make_variant(name, dense_kernel, types, constants, options, 0 if is_float32 else keys)

@@ -18,6 +18,7 @@ from kvtier.kernels.cpu.native import (
     llama_refusal,
 )
 from kvtier.kernels.layout import (
+    FixedShape,
     Format,
     FormatArray,
     IntArray,
@@ -38,11 +39,12 @@ from kvtier.kernels.layout import (
     make_plan,
 )
 from kvtier.kernels.memory import HugeRoom, give_back, raise_malloc_thresholds
-from kvtier.kernels.plans import PerPlan
+from kvtier.kernels.plans import PerPlan, ShapeExceeded
 from kvtier.kernels.reference import merge
 
 __all__ = [
     "BuildError",
+    "FixedShape",
     "Format",
     "FormatArray",
     "HugeRoom",
@@ -55,6 +57,7 @@ __all__ = [
     "NativeLlama",
     "PlanSequence",
     "Record",
+    "ShapeExceeded",
     "StepPlan",
     "TorchKernels",
     "UseNative",
@@ -300,7 +303,7 @@ class TorchKernels:
         self._checked.get(
             plan,
             (layout, rows, arena.numel(), writes),
-            lambda: check_plan(plan, rows, arena, layout, writes=writes),
+            lambda plan: check_plan(plan, rows, arena, layout, writes=writes),
         )
 
 

@@ -41,6 +41,8 @@ class TritonKernels:
         self.read_latents = latent.read_latents
         self.dense_attention = latent.dense_attention
         self.convert_pages = writer.convert_pages
+        # What these keep of a plan on the device, for steps that replay a captured graph.
+        self.tables = (*attention.tables, *latent.tables, *writer.tables)
 
     def close(self) -> None:
         """See Kernels."""
@@ -58,7 +60,16 @@ def target_of(device: torch.device) -> Target:
             f"no kernels for {name}; there are some for gfx942 and for NVIDIA GPUs from sm_80 on"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    targets: dict[int, Target] = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}
-    if major not in targets:
+    target = cuda_target(major, minor)
+    if target is None:
         raise ValueError(f"no kernels for sm_{major}{minor}; there are some for sm_80 and newer GPUs")
-    return targets[major]
+    return target
+
+
+def cuda_target(major: int, minor: int) -> Target | None:
+    """The target for an NVIDIA GPU of this compute capability: one of its architecture, and no more shared memory than it has."""
+    if major == 8:
+        # 8.7 (Orin) has as much shared memory as 8.0; kernels for 8.0 run on it.
+        return "sm_89" if minor == 9 else "sm_86" if minor in (6, 8) else "sm_80"
+    targets: dict[int, Target] = {9: "sm_90", 10: "sm_100", 12: "sm_120"}
+    return targets.get(major)

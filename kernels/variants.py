@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Target = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
+Target = Literal["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
 DIVISIBLE_BY_16 = [
     ["tt.divisibility", 16]
 ]  # what the launcher finds of aligned pointers and strides by itself
+
+
+MAX_STACK_BYTES = 128  # of a kernel in the gate, where a variant doesn't say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,8 @@ class AotVariant:
     """A kernel with types and constants for one target; the fields are those of triton's ASTSource and compile().
 
     `tile_tokens` above 0: the kernel's hot loop works through tiles of so many tokens, and its issue cycles per
-    64 tokens belong in the gate's table.
+    64 tokens belong in the gate's table. Products of wide float32 rows need a larger stack than others: without matrix
+    instructions a thread holds a whole row.
     """
 
     name: str  # unique within a target
@@ -27,6 +31,7 @@ class AotVariant:
     attrs: dict[tuple[int, ...], Any] = field(default_factory=dict)  # by position of the argument
     options: dict[str, Any] = field(default_factory=dict)  # num_warps, num_stages
     tile_tokens: int = 0
+    max_stack_bytes: int = MAX_STACK_BYTES
 
 
 def make_variant(
@@ -36,6 +41,7 @@ def make_variant(
     constexprs: dict[str, Any],
     options: dict[str, Any],
     tile_tokens: int = 0,
+    max_stack_bytes: int = MAX_STACK_BYTES,
 ) -> AotVariant:
     """A variant from the types of the arguments that are no constants.
 
@@ -51,4 +57,4 @@ def make_variant(
         (i,): DIVISIBLE_BY_16 for i, type in enumerate(signature.values()) if type.endswith(":16")
     }
     signature = {name: type.removesuffix(":16") for name, type in signature.items()}
-    return AotVariant(name, kernel, signature, constexprs, attrs, options, tile_tokens)
+    return AotVariant(name, kernel, signature, constexprs, attrs, options, tile_tokens, max_stack_bytes)

@@ -379,7 +379,8 @@ class PageWriter:
     """Writes rows and converts pages. Keeps where the rows of the last plans go, on the device."""
 
     def __init__(self) -> None:
-        self._places: PerPlan[torch.Tensor] = PerPlan()
+        self._places: PerPlan[torch.Tensor] = PerPlan(_overwrite)
+        self.tables: tuple[PerPlan[torch.Tensor], ...] = (self._places,)
 
     def write_kv(
         self,
@@ -420,7 +421,7 @@ class PageWriter:
         where = self._places.get(
             plan,
             (layout, len(k), arena.device, arena.numel()),
-            lambda: _device_places(plan, len(k), arena, layout),
+            lambda plan: _device_places(plan, len(k), arena, layout),
         )
         n = where.shape[1]
         if n == 0:
@@ -469,9 +470,16 @@ class PageWriter:
 
 
 def _device_places(plan: StepPlan, rows: int, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """int32 [3, n]: row, frame, slot of each new token."""
+    """int32 [3, n]: row, frame, slot of each new token. In a fixed shape n is its rows: the first token is written again."""
     check_plan(plan, rows, arena, layout, writes=True)
-    return torch.from_numpy(np.stack(places(plan, layout.page_tokens)).astype(np.int32)).to(arena.device)
+    where = np.stack(places(plan, layout.page_tokens)).astype(np.int32)
+    if plan.shape is not None:
+        where = np.concatenate([where, np.repeat(where[:, :1], plan.shape.rows - where.shape[1], 1)], 1)
+    return torch.from_numpy(where).to(arena.device)
+
+
+def _overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _typed(arena: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -579,12 +587,18 @@ def aot_variants(target: Target) -> list[AotVariant]:
 
 
 def gate_layout(
-    write_format: Format, latent: bool = False, *, head_dim: int = 128, page_tokens: int = 64
+    write_format: Format,
+    latent: bool = False,
+    *,
+    head_dim: int = 128,
+    page_tokens: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KVLayout:
     """Llama-3-8B's pages in every format, or DeepSeek-V3's: what the gate compiles kernels for."""
+    size = dtype.itemsize
     heads, dim, rope, tokens = (1, 512, 64, page_tokens) if latent else (8, head_dim, 0, page_tokens)
     row_bytes = {
-        RowCode.RAW: (2 * dim, 0),
+        RowCode.RAW: (size * dim, 0),
         RowCode.FP8: (dim, 2),
         RowCode.INT8: (dim, 2),
         RowCode.NIBBLES: (dim // 2, 4),
@@ -595,7 +609,7 @@ def gate_layout(
     for format in (Format.RAW, Format.FP8) if latent else Format:
         (k, ks), (v, vs) = (row_bytes[code] for code in PART_CODES[format])
         if latent:
-            v, vs = 2 * rope, 0
+            v, vs = size * rope, 0
         ends = np.cumsum([heads * tokens * n for n in (k, v, ks, vs)])
         records[format] = Record(int(ends[0]), int(ends[1]), int(ends[2]), -(-int(ends[3]) // 256) * 256)
     return KVLayout(
@@ -603,7 +617,7 @@ def gate_layout(
         num_kv_heads=heads,
         head_dim=dim,
         page_tokens=tokens,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         unit_bytes=1024,
         records=records,
         write_format=write_format,

@@ -143,6 +143,7 @@ class DecodeWorkerProcess:
         window: int = 0,
         sinks: int = 0,
         tensor_parallel: int = 1,
+        cuda_graphs: bool = False,
     ) -> None:
         # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
         from kvtier.kernels.memory import raise_malloc_thresholds
@@ -171,6 +172,7 @@ class DecodeWorkerProcess:
             window=window,
             sinks=sinks,
             share_arena=l2_share > 0,
+            cuda_graphs=cuda_graphs,
         )
         self._outbox = Outbox()
         self._outlet = Outlet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -245,6 +245,17 @@ class NativeModel:
         self._llama.close()
 
 
+class StepInputs(NamedTuple):
+    """A step's tensors on the device; the sinks' where a sequence has a window and sinks."""
+
+    token_ids: torch.Tensor  # [rows]
+    logit_rows: torch.Tensor  # [m]
+    cos: torch.Tensor  # [rows, 1, D]
+    sin: torch.Tensor
+    sink_cos: torch.Tensor | None  # float32 [rows, 1, D]
+    sink_sin: torch.Tensor | None
+
+
 class LeanModel:
     """Our forward of the Llama family in torch; owns its weights.
 
@@ -278,17 +289,33 @@ class LeanModel:
 
     def forward(self, step: ModelStep, arena: torch.Tensor) -> torch.Tensor:
         """See Model."""
-        return self.probe(step, arena, self._layout)
+        return self.run(self.inputs(step), step.plans[0], arena)
 
     def probe(self, step: ModelStep, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
         """See LeanForward."""
+        return self._run(self.inputs(step), step.plans[0], arena, layout)
+
+    def inputs(self, step: ModelStep) -> StepInputs:
+        """What of a step comes from the host, on the device."""
         device, dtype = self._embedding.device, self._embedding.dtype
         plan = step.plans[0]
         ids, wanted = on_device(device, step.token_ids, step.logit_rows)
         turns = spread(self._rope.rows(step.positions, plan), device, dtype)
         back = self._rope.sink_rows(step.positions, plan)
-        sink_turns = None if back is None else spread(back, device, torch.float32)
-        x = F.embedding(ids, self._embedding)
+        return StepInputs(
+            ids, wanted, *turns, *((None, None) if back is None else spread(back, device, torch.float32))
+        )
+
+    def run(self, inputs: StepInputs, plan: StepPlan, arena: torch.Tensor) -> torch.Tensor:
+        """The step's logits, by work on the device alone: a graph can be captured of it."""
+        return self._run(inputs, plan, arena, self._layout)
+
+    def _run(self, inputs: StepInputs, plan: StepPlan, arena: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+        turns = inputs.cos, inputs.sin
+        sink_turns = None
+        if inputs.sink_cos is not None and inputs.sink_sin is not None:
+            sink_turns = inputs.sink_cos, inputs.sink_sin
+        x = F.embedding(inputs.token_ids, self._embedding)
         for i, layer in enumerate(self._layers):
             x = x + self._attend(
                 i, layer, self._norm(x, layer.attention_norm), turns, sink_turns, plan, arena, layout
@@ -296,7 +323,7 @@ class LeanModel:
             y = self._norm(x, layer.mlp_norm)
             y = F.linear(F.silu(F.linear(y, layer.gate)) * F.linear(y, layer.up), layer.down)
             x = x + self._reduce(y)
-        return F.linear(self._norm(x[wanted], self._norm_weight), self._head).float()
+        return F.linear(self._norm(x[inputs.logit_rows], self._norm_weight), self._head).float()
 
     def _attend(
         self,

@@ -109,11 +109,10 @@ class LatentModel:
         plan = step.plans[0]
         alone = np.flatnonzero(plan.lengths == 1)
         by_sequence = ("lengths", "contexts", "first_frames", "sink_pages", "first_pages", "windows", "sinks")
-        alone_plan = replace(
-            plan,
-            starts=np.arange(len(alone), dtype=np.int32),
-            **{name: np.ascontiguousarray(getattr(plan, name)[alone]) for name in by_sequence},
-        )
+        of_alone: dict[str, Any] = {
+            name: np.ascontiguousarray(getattr(plan, name)[alone]) for name in by_sequence
+        }
+        alone_plan = replace(plan, starts=np.arange(len(alone), dtype=np.int32), **of_alone)
         rows = torch.from_numpy(plan.starts[alone].astype(np.int64)).to(self._device)
         chunks = tuple(np.flatnonzero(plan.lengths > 1).tolist())
         return LatentStep(plan, arena, layout, self._kernels, rows, alone_plan, chunks)

@@ -31,6 +31,7 @@ from kvtier.tier.hbm import Arena
 from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS, PageFormat
 from kvtier.tier.recipe import Recipe
 from kvtier.workers.copier import Copies, FrameCopies, PageCopies
+from kvtier.workers.decode_graphs import Capture, DecodeGraphs, Tables, cuda_capture
 from kvtier.workers.formats import (
     DTYPES,
     FORMAT_CODES,
@@ -185,6 +186,7 @@ def load_runner(
     share_arena: bool = False,
     share: Share = WHOLE,
     reduce: Reduce = alone,
+    cuda_graphs: bool = False,
 ) -> Runner:
     """Load the model of `path` and allocate its arena.
 
@@ -193,7 +195,8 @@ def load_runner(
     timedecay. `l4_format` names what L4 keeps instead ("": the same). `window` and `sinks` are those of requests that
     say nothing. With `share_arena` other workers on the node can open the arena, at the price of small pages on a CPU
     (attention reads a tenth slower there, measured). With a `share` the runner is one rank's, of a group whose ranks sum
-    by `reduce` and load the same at the same time; `l1_bytes` are those of each rank. On a GPU all kernels are compiled
+    by `reduce` and load the same at the same time; `l1_bytes` are those of each rank. `cuda_graphs` replays decode
+    steps as captured graphs where the device and the model allow it (decode_graphs.py). On a GPU all kernels are compiled
     before it returns (warm_up.py), which takes minutes where none is in Triton's cache. Raises ValueError or
     FileNotFoundError with the way out.
     """
@@ -268,6 +271,10 @@ def load_runner(
         window=window,
         sinks=sinks,
     )
+    if cuda_graphs and device.type == "cuda":
+        refusal = "ranks sum between launches" if share.ranks > 1 else runner.use_graphs(cuda_capture(device))
+        if refusal:
+            log.warning("decode steps are launched one by one: %s", refusal)
     if device.type != "cpu":
         from kvtier.workers.warm_up import warm_up  # not above: it imports this module
 
@@ -513,6 +520,7 @@ class Runner:
         self._fields = fields
         self._fixed_rows = fixed_rows
         self.fences = hbm.new_fences(arena)
+        self._graphs: DecodeGraphs | None = None
         self._units = tuple(_units_by_code(group, arena.shape[1]) for group in groups)
 
     def root_fields(
@@ -563,7 +571,30 @@ class Runner:
             for group, layout in enumerate(self._layouts)
         )
         step = ModelStep(batch.token_ids, batch.positions, plans, batch.logit_rows)
-        return self.model.forward(step, self.arena)
+        logits = None if self._graphs is None else self._graphs.forward(step)
+        return self.model.forward(step, self.arena) if logits is None else logits
+
+    def use_graphs(self, capture: Capture) -> str:
+        """From now on replay decode steps as graphs, which `capture` makes; why not, or "".
+
+        Logits of a replayed step are overwritten by the next one.
+        """
+        tables: tuple[Tables, ...] = getattr(self._kernels, "tables", ())
+        if not isinstance(self.model, LeanModel):
+            return f"the {self.forward_kind} forward of {self._shape.architecture} does work on the host"
+        if not tables:
+            return f"{self._kernels.name} kernels keep their tables on the host"
+        if self._fixed_rows:
+            return "numerics invariant computes steps in tiles of fixed size"
+        self._graphs = DecodeGraphs(
+            self.model,
+            tables,
+            self.arena,
+            capture,
+            max_rows=self.max_batch_tokens,
+            pages_per_row=-(-self.max_context // self.page_tokens),
+        )
+        return ""
 
     def convert(
         self,

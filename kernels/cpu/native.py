@@ -410,7 +410,7 @@ class _Checked:
         check_on_cpu(arena)
         check_layer(layer, layout)
 
-        def make() -> tuple[_Layout, _Plan]:
+        def make(plan: StepPlan) -> tuple[_Layout, _Plan]:
             check_plan(plan, rows, arena, layout, writes=writes)
             return _layout(layout), _plan(plan)
 

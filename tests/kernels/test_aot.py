@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from kvtier.kernels import aot
+from kvtier.kernels.triton_kernels import cuda_target
 
 LOOP = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
@@ -61,7 +63,7 @@ def test_the_gate_objects_to_what_would_be_slow_or_not_run(
     assert objection in found
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", get_args(aot.Target))
 def test_every_hot_loop_has_its_cycles_in_the_committed_table(target: aot.Target) -> None:
     hot = {name for name, variant in aot.variants(target).items() if variant.tile_tokens}
     assert hot and hot == set(aot.read_table()[target])
@@ -72,3 +74,32 @@ def test_the_committed_table_keeps_the_goals_on_hopper() -> None:
     cycles = aot.read_table()["sm_90"]
     for format, goal in (("raw", 262), ("fp8", 460), ("int4c", 540)):
         assert cycles[f"decode_{format}_p64_d128"] <= goal
+
+
+@pytest.mark.parametrize(
+    "capability, target",
+    [
+        ((8, 0), "sm_80"),  # A100
+        ((8, 6), "sm_86"),  # RTX 30, A10
+        ((8, 7), "sm_80"),  # Orin
+        ((8, 9), "sm_89"),  # RTX 40, L4
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((12, 0), "sm_120"),  # RTX 50
+        ((7, 5), None),
+        ((13, 0), None),
+    ],
+)
+def test_a_device_gets_kernels_that_fit_its_shared_memory(
+    capability: tuple[int, int], target: aot.Target | None
+) -> None:
+    """GPUs of 8.6, 8.9 and 12.0 have 99 KiB for a program: kernels tuned for 8.0 would not launch there."""
+    assert cuda_target(*capability) == target
+
+
+@pytest.mark.parametrize("target", get_args(aot.Target))
+def test_the_gate_compiles_float32_and_the_smallest_and_widest_heads(target: aot.Target) -> None:
+    names = aot.variants(target).keys()
+    for name in ("decode_raw_p16_d128_fp32", "prefill_raw_p16_d256_fp32", "latent_fp8_16_heads_fp32"):
+        assert name in names
+    assert {"decode_raw_p16_d8", "prefill_raw_p16_d512", "decode_int4_p16_d8"} <= names
