@@ -38,7 +38,7 @@ def lender_dies(folder: Path, model: Path, right: Reference, rng: Random) -> Non
         lent = scene.tier("L2", "pages")
         process = there.process("worker-1")
         load = scene.load(asked, "worker-0")
-        scene.pause(0.6)
+        load.until_given(scene.rng.randint(0, 40))
         was_over = load.is_over
         process.kill()
         scene.finish(load)

@@ -8,7 +8,7 @@ from functools import partial
 
 import psutil
 from chaos_deployment import PATIENCE_S
-from chaos_scene import LONG, MIDDLE, NO_WRITES, SHORT, Missed, Scene
+from chaos_scene import LONG, MIDDLE, NO_ROOM, NO_WRITES, SHORT, Missed, Scene
 from waiting import until
 
 LIES = {
@@ -94,7 +94,7 @@ def cache_node(scene: Scene) -> None:
     scene.there.settled()
     process = scene.there.process(part)
     load = scene.load(scene.questions(6, MIDDLE, 24), "worker-1")
-    scene.pause(0.8)
+    load.until_given(scene.rng.randint(0, 60))
     was_over = load.is_over
     process.kill()
     scene.finish(load)
@@ -109,8 +109,8 @@ def cache_node(scene: Scene) -> None:
 def directory(scene: Scene) -> None:
     deaths = scene.there.deaths("directory")
     process = scene.there.process("directory")
-    load = scene.load(scene.questions(8, MIDDLE, 16))
-    scene.pause(0.8)
+    load = scene.load(scene.questions(8, MIDDLE, 24))
+    load.until_given(scene.rng.randint(0, 80))
     was_over = load.is_over
     process.kill()
     scene.finish(load)
@@ -233,11 +233,12 @@ def disk(scene: Scene, wrong: str) -> None:
     kept = scene.questions(2, MIDDLE, 8)
     scene.ask(kept, "worker-1")
     scene.there.settled()
-    notes, hits = scene.notes(NO_WRITES), scene.there.hits("disk")
+    said = NO_ROOM if wrong == "ENOSPC" else NO_WRITES
+    notes, hits = scene.notes(said), scene.there.hits("disk")
     scene.there.set(disk=wrong)
     scene.there.settled()
     pages = scene.tier("L4", "pages")  # not before: what was about to be written may still have been
-    scene.until_no_writes(notes, "worker-1")
+    scene.until_no_writes(notes, "worker-1", said)
     assert scene.there.hits("disk") > hits, "no write failed, and a note says that one did"
     assert scene.tier("L4", "pages") <= pages, "pages were written to a disk that takes none"
     scene.reads_l4(kept)

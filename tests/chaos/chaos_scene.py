@@ -16,6 +16,7 @@ PAGE_TOKENS = 16
 ROUNDS = 4  # in which a fetch must be hit
 WRITES = 20  # rounds in which a page must go to L4
 NO_WRITES = "L4 takes no writes"
+NO_ROOM = "has no room for another segment"
 
 
 TRIES = 3  # of a fault that hits nothing
@@ -168,17 +169,17 @@ class Scene:
         self.ask(asked or self.questions(2, SHORT, 8))
         self.there.check()
 
-    def until_no_writes(self, notes: int, worker: str) -> None:
-        """Ask a worker until one more than these notes says that L4 takes no writes.
+    def until_no_writes(self, notes: int, worker: str, said: str = NO_WRITES) -> None:
+        """Ask a worker until one more than these notes says that L4 takes no writes, in the words `said`.
 
         More than once: what files have room for is written all the same, and a cache that is busy leaves pages out.
         """
         for _ in range(WRITES):
             self.ask(self.questions(6, MIDDLE, 16), worker)
             self.there.settled()
-            if self.notes(NO_WRITES) > notes:
+            if self.notes(said) > notes:
                 return
-        raise AssertionError(f"nobody was told that L4 takes no writes: {self.there.status()['nodes']}")
+        raise AssertionError(f"no note says {said!r}: {self.there.status()['nodes']}")
 
     def tier(self, name: str, field: str) -> Any:
         return self.there.client.stats()["tiers"][name][field]

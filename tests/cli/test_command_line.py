@@ -305,8 +305,9 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
     more = "--repetition-penalty 1.1 --stop a --stop b --stop-id 9 --ignore-eos --logprobs 2 --tenant t --no-cache"
     last = "--worker w0 --request-id mine --timeout 3 --lossy --window 64 --sinks 4"
     told = "--session chat-17 --session-closed --expect-tokens 30"
+    also = "--presence-penalty 0.25 --frequency-penalty -0.5 --logit-bias 7:2.5 --logit-bias 8:-1 --prompt-logprobs 3"
 
-    run("generate", "hi", *f"{options} {more} {last} {told}".split(), "--endpoint", "h:1", "--json")
+    run("generate", "hi", *f"{options} {more} {last} {told} {also}".split(), "--endpoint", "h:1", "--json")
 
     assert client.asked == {
         "prompt": "hi",
@@ -323,6 +324,10 @@ def test_every_sampling_option_reaches_the_request(run: Any, client: FakeClient)
         "stop_ids": [9],
         "ignore_eos": True,
         "logprobs": 2,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: 2.5, 8: -1.0},
+        "prompt_logprobs": 3,
         "tenant": "t",
         "no_cache": True,
         "lossy": True,
