@@ -28,7 +28,9 @@ def a_snapshot(scale: int) -> Snapshot:
         100, 40, 4, *counted, page_bytes=30, raw_bytes=60, variants={"fp8_e4m3": 3, "int4c": 1}
     )
     tier.loads_s.append(0.5)
-    totals = RequestTotals(scale, 10 * scale, 6 * scale, 4 * scale, scale, 30, 40)
+    totals = RequestTotals(
+        scale, 10 * scale, 6 * scale, 4 * scale, scale, scale, used_page_tokens=30, held_page_tokens=40
+    )
     return Snapshot({TierName.HBM: tier}, totals)
 
 
