@@ -49,13 +49,9 @@ class PerPlan(Generic[T]):
         return value
 
     def pin(self, plan: StepPlan) -> None:
-        """Keep all that was made from a plan, until it is unpinned."""
+        """Keep all that was made from a plan for good: a graph that was captured of it reads it."""
         self._pinned += [entry for entry in self._kept if entry.plan is plan]
         self._kept = [entry for entry in self._kept if entry.plan is not plan]
-
-    def unpin(self, plan: StepPlan) -> None:
-        """Forget a pinned plan."""
-        self._pinned = [entry for entry in self._pinned if entry.plan is not plan]
 
     def refill(self, plan: StepPlan, by: StepPlan) -> None:
         """Overwrite what was made from a pinned plan with what `by`, of the same fixed shape, gives. Raises ShapeExceeded."""

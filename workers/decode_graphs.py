@@ -43,9 +43,6 @@ class Tables(Protocol):
     def pin(self, plan: StepPlan) -> None:
         """Keep it at its addresses."""
 
-    def unpin(self, plan: StepPlan) -> None:
-        """Forget it."""
-
     def refill(self, plan: StepPlan, by: StepPlan) -> None:
         """Overwrite it. Raises ShapeExceeded."""
 
