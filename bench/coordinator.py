@@ -17,8 +17,8 @@ from itertools import count
 
 from common import Figure, argument_parser, finish
 
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.chain_node import ChainNode
+from kvtier.tier.messages import WriteMode
 from kvtier.tier.score import Costs, Kind, PolicySettings, Use
 
 CHAIN = 8  # pages

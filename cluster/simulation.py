@@ -20,9 +20,9 @@ from kvtier.cluster.routing import Choice, Policy, Speed, choose
 from kvtier.cluster.routing import Costs as RoutingCosts
 from kvtier.cluster.simulation_node import SimNode
 from kvtier.cluster.simulation_parts import PAGE_TOKENS, ROOT, Agenda, Hardware, NodeSizes, Pull
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.chain_upper import Upper
 from kvtier.tier.feed import KEY_BYTES, Batch, Feed, Reply, Source
+from kvtier.tier.messages import WriteMode
 from kvtier.tier.page import TierName
 from kvtier.tier.score import Costs, Kind, PolicySettings, Use
 

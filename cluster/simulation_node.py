@@ -29,7 +29,6 @@ from kvtier.cluster.simulation_parts import (
     stored_page,
 )
 from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Event,
@@ -62,6 +61,7 @@ from kvtier.tier.messages import (
     ToNode,
     ToWorker,
     WantSlots,
+    WriteMode,
 )
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Limits
@@ -140,10 +140,10 @@ class SimNode:
         self._refs = [WorkerRef(f"w{number}", "1") for number in range(workers)]
         self._numbers = {ref: number for number, ref in enumerate(self._refs)}
         self._exchange = WorkerRef(EXCHANGE + node_id, "1")
-        brings_down = write == "demote"
         for ref in self._refs:
             kinds = {SPEC: PAYLOAD_BYTES}
-            self._tell(ref, Hello(ref.worker_id, "1", kinds, kinds, {}, brings_down=brings_down))
+            hello = Hello.of_worker(ref.worker_id, "1", kinds, kinds, {}, write, answers_saves=False)
+            self._tell(ref, hello)
         self._tell(self._exchange, Hello(self._exchange.worker_id, "1", {}, {}, {}, role="exchange"))
 
     # ---- what workers do -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import msgspec
 
 from kvtier.tier import ipc
 from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     Answer,
@@ -93,6 +92,7 @@ from kvtier.tier.messages import (
     Unsaved,
     WantSlots,
     Welcome,
+    WriteMode,
 )
 from kvtier.tier.page import ALIGN_BYTES, Envelope, TierName, slot_bytes
 from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds

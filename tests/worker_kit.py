@@ -15,7 +15,7 @@ from waiting import until
 from kvtier.tier.base import Place
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import Hello
+from kvtier.tier.messages import Hello, WriteMode
 from kvtier.tier.page import (
     ALIGN_BYTES,
     HEADER_BYTES,
@@ -242,6 +242,7 @@ def caching(
     page_bytes: Sequence[int] = (8192,),
     l4_variants: frozenset[str] | None = None,
     l4_folder: Path | None = None,
+    write: WriteMode = "through",
 ) -> Iterator[CacheService]:
     """A node's cache on a socket in `folder`, for pages of these sizes; its L3 has room for so many of the largest."""
     service = CacheService(
@@ -253,6 +254,7 @@ def caching(
         l4_bytes,
         min_payload_bytes=min(page_bytes),
         l4_variants=l4_variants,
+        write=write,
     )
     service.start()
     try:

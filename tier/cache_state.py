@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from kvtier.tier.base import CatalogueEntry, PageInfo, Place, SegmentAllocator
 from kvtier.tier.clears import EVERYONE, Clears, Tenant
@@ -18,7 +17,7 @@ from kvtier.tier.events import (
 )
 from kvtier.tier.fetches import Fetches
 from kvtier.tier.lent_frames import LentFrames
-from kvtier.tier.messages import CameFrom, Grant, HostPage, Loaded, LoadFailed, Missing, PageRef
+from kvtier.tier.messages import CameFrom, Grant, HostPage, Loaded, LoadFailed, Missing, PageRef, WriteMode
 from kvtier.tier.misses import Misses, at
 from kvtier.tier.page import Envelope, TierName, slot_bytes
 from kvtier.tier.policies import make_policy
@@ -56,7 +55,6 @@ from kvtier.tier.shares import UNLIMITED, Shares
 from kvtier.tier.slots import HostSlots
 from kvtier.tier.stats import FetchCounters, Snapshot, TierCounters
 
-WriteMode = Literal["through", "demote"]
 NO_KINDS: frozenset[Kind] = frozenset()
 MAX_GHOSTS = 1_000_000  # pages that aren't here and whose uses are remembered
 

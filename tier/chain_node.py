@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import Event, FromWorker, ReadDone, ReadPage, Send, WorkerRef, WriteDone, WritePage
 from kvtier.tier.messages import (
@@ -25,6 +24,7 @@ from kvtier.tier.messages import (
     ToNode,
     ToWorker,
     WantSlots,
+    WriteMode,
 )
 from kvtier.tier.page import Envelope, PageKey, RootKey, slot_bytes
 from kvtier.tier.records import Limits
@@ -71,7 +71,7 @@ class ChainNode:
         self._refs = [WorkerRef(f"w{number}", "1") for number in range(workers)]
         for ref in self._refs:
             sizes = {SPEC: PAYLOAD_BYTES}
-            hello = Hello(ref.worker_id, "1", sizes, sizes, {}, brings_down=True)
+            hello = Hello.of_worker(ref.worker_id, "1", sizes, sizes, {}, write)
             self._tell(FromWorker(ref, hello))
 
     def take_up(self, worker: int, first: int, ids: Sequence[int]) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.chain_node import ChainNode
 from kvtier.tier.chain_upper import Upper
+from kvtier.tier.messages import WriteMode
 from kvtier.tier.score import Costs, PolicySettings, Use
 
 TIERS = ("L1", "L2", "L3", "L4")

@@ -9,7 +9,7 @@ in message_rules.py. So a message that was heard is one that all arithmetic on i
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,8 @@ MAX_CHAINS = 64  # layer groups of one model; anything above a handful will do
 MAX_REMOTES = 64  # hints of one Locate
 MAX_NAME = 256  # characters of a worker's or node's name or address
 MAX_TEXT = 2**16  # characters of a sentence for people
+
+WriteMode = Literal["through", "demote"]  # `tiers.write` of a deployment
 
 Key = Annotated[bytes, Meta(min_length=32, max_length=32)]  # of a page, a root, or the page before
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]  # of a tenant, a spec, or a page's content
@@ -73,8 +75,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     `payloads` are the bytes of a page, by spec digest, of every format and layer group that it may store or load;
     `raw_payloads` what the same tokens take in the model's raw format. `root_fields` is what its root key digests, so
-    that explain can name a field that differs. A worker that `brings_down` stores a page again before L1 drops it, one
-    that it has copied up too: where pages are demoted, the node keeps no copy then of what is in L1. One that
+    that explain can name a field that differs. A worker that `brings_down` stores a page before L1 drops it, also one that
+    it has copied up: where pages are demoted, the node's copies of what only that worker uses are evicted first. One that
     `saves_when_asked` answers SavePages: L1 keeps pages there that it hasn't stored.
 
     An "exchange" is no decode worker: it serves the node's pages to other nodes and fetches theirs (tier/peer.py). It may
@@ -96,6 +98,37 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     arena_bytes: NumBytes = 0
     arena_handle: Annotated[bytes, Meta(max_length=2**16)] = b""
     saves_when_asked: bool = False
+
+    @classmethod
+    def of_worker(
+        cls,
+        worker_id: str,
+        incarnation: str,
+        payloads: dict[bytes, int],
+        raw_payloads: dict[bytes, int],
+        root_fields: dict[str, str],
+        write: WriteMode,
+        *,
+        arena_bytes: int = 0,
+        arena_handle: bytes = b"",
+        answers_saves: bool = True,
+    ) -> Self:
+        """The Hello of a decode worker whose deployment has `tiers.write: write`; replay and simulation say the same.
+
+        `answers_saves` is False for a simulated worker, which has no pages to save when another node asks.
+        """
+        demotes = write == "demote"
+        return cls(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            payloads=payloads,
+            raw_payloads=raw_payloads,
+            root_fields=root_fields,
+            brings_down=demotes,
+            arena_bytes=arena_bytes,
+            arena_handle=arena_handle,
+            saves_when_asked=demotes and answers_saves,
+        )
 
 
 class NewRoot(msgspec.Struct, frozen=True, tag=True):

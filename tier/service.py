@@ -23,7 +23,6 @@ from typing import Literal, TypeVar
 
 from kvtier.tier.base import CatalogueEntry, Outcome, PageInfo, Uncleared
 from kvtier.tier.by_key import HeldKeys, keys_with
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.clear_file import ClearFile
 from kvtier.tier.clears import Clears, Tenant
 from kvtier.tier.coordinator import Coordinator
@@ -62,6 +61,7 @@ from kvtier.tier.events import (
 from kvtier.tier.host import HostTier
 from kvtier.tier.identity import tenant_digest
 from kvtier.tier.ipc import NodeServer
+from kvtier.tier.messages import WriteMode
 from kvtier.tier.mover import Mover, load_roots, load_stored_before
 from kvtier.tier.page import TierName, slot_bytes
 from kvtier.tier.recorded_node import NODE, about

@@ -18,6 +18,7 @@ from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
 from kvtier.tier.feed import Batch, Feed, Reply, Source
 from kvtier.tier.identity import tenant_salt
+from kvtier.tier.messages import WriteMode
 from kvtier.tier.outcomes import Cleared, ManyOutcomes
 from kvtier.tier.page import TierName
 from kvtier.tier.recorder import RecordingStatus, file_of
@@ -118,7 +119,7 @@ class DecodeWorkerProcess:
         model_path: str,
         tenants: dict[str, str],
         policy: PolicySettings,
-        write: Literal["through", "demote"],
+        write: WriteMode,
         shares: Mapping[str, float],
         preemption: ScoreWeights,
         role: Literal["both", "prefill", "decode"] = "both",

@@ -37,7 +37,9 @@ class PageCache:
     while more of L1 than that is its.
 
     `can_save` is the worker's to set: pages can be saved below L1. Where they aren't saved before they must leave,
-    `margin_bytes` of L1 are either free or `set_aside`, and pages that were dropped early are `due` to be saved.
+    `margin_bytes` of L1 are either free or `set_aside`, and pages that were dropped early are `due` to be saved. A page
+    that was loaded from below has the state `save_loaded`: DIRTY where the node's copy of it is evicted first, since
+    the page is then saved when it leaves (`Hello.brings_down`).
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class PageCache:
         self.converted_pages = 0
         self.can_save = False
         self.margin_bytes = 0
+        self.save_loaded = SaveState.CLEAN
         self.due: list[PageRecord] = []  # since they were asked for last
         # Pages that have left since somebody took them out; None: nobody does.
         self.left: list[PageKey] | None = None

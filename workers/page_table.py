@@ -386,7 +386,7 @@ class PageTable(PageCache):
             tenant=tenancy.digest,
             content=b"" if depth else seq.content(),
             depth=depth,
-            save=SaveState.CLEAN if depth < seq.stored_pages else SaveState.DIRTY,
+            save=self.save_loaded if depth < seq.stored_pages else SaveState.DIRTY,
             is_pooled=False,
             last_use_s=now,
         )

@@ -272,7 +272,7 @@ class PooledPages:
         frame = load.parts[group, page, format]
         if not self._cache.is_dead(seq.tree):
             key = seq.page_key(page, self._page_tokens, group)
-            record = self._new_record(seq, group, page, key, frame, format, SaveState.CLEAN)
+            record = self._new_record(seq, group, page, key, frame, format, self._cache.save_loaded)
             frame = self._share(seq, record, now)
             load.parts[group, page, format] = frame
             known = self._cache.record(frame)

@@ -27,7 +27,7 @@ import torch
 from kvtier.tier.base import Outcome, PageInfo
 from kvtier.tier.by_key import HeldKeys
 from kvtier.tier.identity import tenant_digest
-from kvtier.tier.messages import Hello, NewRoot
+from kvtier.tier.messages import Hello, NewRoot, WriteMode
 from kvtier.tier.page import PageKey, TierName
 from kvtier.tier.policies import make_policy
 from kvtier.tier.recorder import DEFAULT_BYTES, Recorder, RecordingStatus
@@ -170,7 +170,7 @@ class DecodeWorker:
         copy_threads: int = 2,
         tokenizer_digest: str = "",
         policy: PolicySettings | None = None,
-        write: Literal["through", "demote"] = "through",
+        write: WriteMode = "through",
         shares: Mapping[str, float] = MappingProxyType({}),
         preemption: ScoreWeights = PREEMPTION,
         role: Literal["both", "prefill", "decode"] = "both",
@@ -220,19 +220,20 @@ class DecodeWorker:
         stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
         if write == "demote":
             largest = max(spec.nbytes for spec in specs)
+            self._table.save_loaded = SaveState.DIRTY
             self._table.margin_bytes = max(1, min(stock * largest, runner.arena.nbytes // MARGIN_SHARE))
         elif l2_share:
             self._table.margin_bytes = max(1, runner.arena.nbytes // L2_MARGIN_PARTS)
         self._share = runner.share if l2_share else None
-        hello = Hello(
-            worker_id=worker_id,
-            incarnation=uuid.uuid4().hex,
+        hello = Hello.of_worker(
+            worker_id,
+            uuid.uuid4().hex,
             payloads={spec.digest: spec.nbytes for spec in specs},
             raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
             root_fields=runner.root_fields(),
+            write=write,
             arena_bytes=0 if self._share is None else self._share.nbytes,
             arena_handle=b"" if self._share is None else self._share.handle,
-            saves_when_asked=write == "demote",
         )
         frames, copies = runner.open_l1()
         self._link = NodeLink(

@@ -36,7 +36,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tier.base import Outcome, SegmentAllocator
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import (
     BeginClear,
@@ -71,6 +70,7 @@ from kvtier.tier.messages import (
     ReturnSlots,
     Stored,
     WantSlots,
+    WriteMode,
 )
 from kvtier.tier.page import TierName
 from kvtier.tier.records import Limits

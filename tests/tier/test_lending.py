@@ -23,7 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.tier import checkpoint
 from kvtier.tier.base import Outcome
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.events import Clear, Disconnect, Evict, FromWorker, WorkerRef
 from kvtier.tier.messages import (
     ArenaGone,
@@ -37,6 +36,7 @@ from kvtier.tier.messages import (
     Reclaim,
     ReturnFrames,
     WantFrames,
+    WriteMode,
 )
 from kvtier.tier.page import TierName
 from kvtier.tier.recorded_node import MODULES

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from cache_world import BF16, PAYLOAD_BYTES, SimWorker, World, chain_keys, key_of, tenant_of
 
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import Clear, Evict, Pin, Unpin, Verify
 from kvtier.tier.guard import Guarded
-from kvtier.tier.messages import Finished, NewRoot
+from kvtier.tier.messages import Finished, NewRoot, WriteMode
 from kvtier.tier.page import TierName
 from kvtier.tier.ranking import Histories
 from kvtier.tier.records import Limits

@@ -24,10 +24,9 @@ from cache_world import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.cache_state import WriteMode
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.events import Disconnect, Drain, Evict, FromWorker, WorkerRef
-from kvtier.tier.messages import Finished, WantSlots
+from kvtier.tier.messages import Finished, WantSlots, WriteMode
 from kvtier.tier.page import TierName
 from kvtier.tier.policies import make_policy
 from kvtier.tier.ranking import Histories, Order

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from waiting import until
 from worker_kit import PAGE_TOKENS, caching, keys, serving, settle, tiny_runner
 
+from kvtier.cluster.simulation_node import NodeSizes, SimNode
+from kvtier.cluster.simulation_parts import Agenda
+from kvtier.tier.chain_node import ChainNode
+from kvtier.tier.coordinator import Coordinator
+from kvtier.tier.messages import Hello, WriteMode
 from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.score import Costs, PolicySettings
+
+COSTS = Costs(20e-3, 64.0)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -100,3 +108,71 @@ def test_preempted_requests_say_the_same_and_recompute_nothing(tiny_llama: Path,
     assert [r.tokens for r in results] == wanted
     assert sum(t.preemptions for t in told if t is not None) > 0
     assert sum(r.usage.computed_tokens for r in results) == sum(map(len, prompts))
+
+
+def test_l1_and_l3_exclude_each_other_so_prompts_that_fit_them_together_are_never_computed_again(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """88 pages, an L1 of 64 and an L3 of 64: copies of what was loaded go first, and such pages are saved again."""
+    prompts = [prompt(8 * PAGE_TOKENS + 1, seed=i) for i in range(11)]
+    with (
+        caching(tmp_path, l3_pages=64, l4_bytes=0, write="demote") as service,
+        serving(
+            *(tiny_runner(tiny_llama, 64), tmp_path / "s"), write="demote", policy=PolicySettings("lru")
+        ) as client,
+    ):
+        tokens, hits = [], []
+        for p in prompts * 4:
+            result = client.generate(p, max_tokens=1)
+            settle(client.worker, service)
+            tokens.append(result.tokens)
+            hits.append(result.cached)
+
+    assert tokens == tokens[:11] * 4
+    assert [sum(cached.values()) for cached in hits[11:]] == [8 * PAGE_TOKENS] * 33, hits
+    assert all(cached == {"L3": 8 * PAGE_TOKENS} for cached in hits[22:]), hits
+
+
+def test_a_worker_that_dies_takes_what_it_had_loaded_with_it_and_another_computes_the_same(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    prompts = [prompt(8 * PAGE_TOKENS + 1, seed=i) for i in range(11)]
+    with caching(tmp_path, l3_pages=64, l4_bytes=0, write="demote") as service:
+        with serving(
+            *(tiny_runner(tiny_llama, 64), tmp_path / "s"),
+            write="demote",
+            policy=PolicySettings("lru"),
+            max_batch_tokens=32,
+        ) as client:
+            wanted = [client.generate(p, max_tokens=4).tokens for p in prompts * 2]
+            settle(client.worker, service)
+            client.worker.stop(drain_s=0.0)
+        until(service.idle, "the node's cache is idle")
+        service.check()
+        with serving(tiny_runner(tiny_llama, 64), tmp_path / "s", write="demote") as client:
+            again = [client.generate(p, max_tokens=4).tokens for p in prompts * 2]
+
+    assert again == wanted
+
+
+@pytest.mark.parametrize("write", ["through", "demote"])
+def test_workers_of_the_service_of_replay_and_of_the_simulation_say_hello_alike(
+    tiny_llama: Path, tmp_path: Path, write: WriteMode
+) -> None:
+    with (
+        caching(tmp_path, write=write) as service,
+        serving(tiny_runner(tiny_llama, 16), tmp_path / "s", write=write),
+    ):
+        live = hellos(service._coordinator)
+    replayed = hellos(ChainNode(PolicySettings("lru"), write, 32, 32, 1, COSTS).coordinator)
+    node = SimNode("n0", Agenda(), NodeSizes(32, 32), 1, PolicySettings("lru"), write=write)
+    simulated = hellos(node.coordinator)
+
+    assert [hello.brings_down for hello in live] == [write == "demote"]
+    assert [hello.brings_down for hello in replayed] == [write == "demote"]
+    assert [hello.brings_down for hello in simulated] == [write == "demote"]
+
+
+def hellos(coordinator: Coordinator) -> list[Hello]:
+    """What the node's decode workers said first."""
+    return [worker.hello for worker in coordinator._workers.values() if not worker.is_exchange]
