@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from kvtier.workers import model_lean, model_mla, model_transformers
+from kvtier.workers import model_expected, model_mla, model_transformers
 from kvtier.workers.group import GroupRunner, load_group
 from kvtier.workers.group_link import Child, Launch, launch_process
 from kvtier.workers.group_rank import serve
@@ -121,7 +121,7 @@ def group_of(
     with (
         mock.patch.object(model_transformers, "load_modules", _load_in_turn),
         mock.patch.object(model_mla, "load_modules", _load_in_turn),
-        mock.patch.object(model_lean, "load_modules", _load_in_turn),
+        mock.patch.object(model_expected, "load_modules", _load_in_turn),
     ):
         runner = load_group(
             str(folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -58,6 +59,12 @@ class ModelShape:
     def has_experts(self) -> bool:
         """Its rows choose experts."""
         return any(int(self.config.get(name) or 0) > 1 for name in _EXPERTS)
+
+    @property
+    def config_digest(self) -> str:
+        """Digest of all settings, in hex."""
+        text = json.dumps(self.config, sort_keys=True)
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -19,8 +19,7 @@ from kvtier.workers.formats import LayerGroup
 from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_share import WHOLE, Share
 from kvtier.workers.model import ModelShape, ModelStep, on_device, rope_settings
-from kvtier.workers.model_probe import PROBE_TOKENS, check_probe, own_logits, run_probe
-from kvtier.workers.model_transformers import ATTENTION_NAME, load_modules
+from kvtier.workers.model_probe import PROBE_TOKENS, run_probe
 from kvtier.workers.model_weights import Checkpoint, check_fit
 from kvtier.workers.rope import Rope, Turns, rotate, spread
 
@@ -154,37 +153,17 @@ class LeanForward(Protocol):
         """`forward` over pages of this layout, for a step of few rows."""
 
 
-def expected_logits(files: Checkpoint, rope: Rope, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Logits of the probe's text by transformers, whose module tree is made of the same weights and let go again.
-
-    Raises ValueError unless the files hold each of its tensors in its shape, and where its rope isn't ours.
-    """
-    modules = load_modules(files, dtype)
-    theirs = modules.base_model.rotary_emb
-    if not rope.is_of(theirs.inv_freq, float(theirs.attention_scaling)):
-        raise ValueError(
-            f"{type(modules).__name__} isn't supported: its rope isn't the one that was computed for it"
-        )
-    return own_logits(modules.eval().to(device), device, ATTENTION_NAME)
-
-
-def verify(
+def probe_logits(
     model: LeanForward,
-    own: torch.Tensor | None,
     shape: ModelShape,
     groups: tuple[LayerGroup, ...],
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Raise ValueError unless a model gives the logits `own` for the probe's text.
-
-    None on ranks that are asked for no logits: they take their part in the sums, and the first rank compares.
-    """
-    ours = run_probe(
+) -> torch.Tensor:
+    """Logits of the probe's text by a model, over pages. All ranks of a group call it, since they sum in it."""
+    return run_probe(
         shape.vocab_size, groups, dtype, device, lambda s, arena, pages: model.probe(s, arena, pages[0])
     )
-    if own is not None:
-        check_probe(shape.architecture, own, ours, dtype, routed=False)
 
 
 class NativeModel:

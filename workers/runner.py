@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,15 +46,15 @@ from kvtier.workers.frame_checks import page_checks
 from kvtier.workers.group_collective import Reduce, alone
 from kvtier.workers.group_share import WHOLE, Share, share_unit_bytes
 from kvtier.workers.model import Model, ModelShape, ModelStep, layer_groups, read_shape
+from kvtier.workers.model_expected import Reference
 from kvtier.workers.model_files import resolve_model, weights_fingerprint
 from kvtier.workers.model_lean import (
     LeanModel,
     LeanWeights,
     NativeModel,
-    expected_logits,
     lean_refusal,
     load_rope,
-    verify,
+    probe_logits,
 )
 from kvtier.workers.model_mla import LatentModel
 from kvtier.workers.model_store import default_cache
@@ -239,7 +238,7 @@ def load_runner(
     arena, opened_by = new_arena(l1_bytes, groups, unit, device, share_arena)
     kernels = choose_kernels(device, cache, threads, native, invariant)
     model = _load_model(
-        folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device, share, reduce
+        folder, shape, groups, layouts, kernels, forward, max_batch_tokens, device, share, reduce, cache
     )
     give_back()
     _check_window(window, sinks, model, groups[0].window, page_tokens)
@@ -360,6 +359,7 @@ def _load_model(
     device: torch.device,
     share: Share,
     reduce: Reduce,
+    cache: Path,
 ) -> Model:
     if forward not in ("auto", "lean", "transformers"):
         raise ValueError(f"forward must be auto, lean or transformers, got {forward!r}")
@@ -374,7 +374,7 @@ def _load_model(
             model = TransformersModel(files, shape, groups, layouts, kernels, device, share, reduce)
             model.verify()
             return model
-        return _load_lean(files, shape, groups, layouts[0], kernels, max_rows, device, share, reduce)
+        return _load_lean(files, shape, groups, layouts[0], kernels, max_rows, device, share, reduce, cache)
     finally:
         files.close()
 
@@ -389,12 +389,16 @@ def _load_lean(
     device: torch.device,
     share: Share,
     reduce: Reduce,
+    cache: Path,
 ) -> LeanModel | NativeModel:
     """Our own forward, compared with transformers' of the same weights. A whole model of which ranks have parts may
     need more memory than a rank's GPU has, so that is computed on the CPU."""
     rope = load_rope(files, shape)
-    where = device if share.ranks == 1 else torch.device("cpu")
-    own = expected_logits(files, rope, layout.dtype, where) if share.rank == 0 else None
+    reference = Reference(
+        files, shape, layout.dtype, device if share.ranks == 1 else torch.device("cpu"), cache
+    )
+    if share.rank == 0:
+        reference.prepare()  # before the weights: its memory is free again then
     weights = LeanWeights(files, shape, layout.dtype, device, share)
     refusal = llama_refusal(shape.hidden, shape.num_heads, layout)
     model: LeanModel | NativeModel
@@ -404,7 +408,9 @@ def _load_lean(
         if share.ranks == 1 and isinstance(kernels, NativeKernels):
             log.warning("no compiled forward for this model, torch serves: %s", refusal)
         model = LeanModel(share.of(shape), weights, rope, layout, kernels, reduce)
-    verify(model, own, shape, groups, layout.dtype, device)
+    ours = probe_logits(model, shape, groups, layout.dtype, device)
+    if share.rank == 0:
+        reference.compare(ours, rope)
     return model
 
 
@@ -423,10 +429,9 @@ def _fields(
     share pages. Compiled kernels and plain torch share them in fast numerics, where both are within the dtype's error,
     but not in invariant ones, which promise the bits.
     """
-    config = json.dumps(shape.config, sort_keys=True).encode()
     return {
         "architecture": shape.architecture,
-        "config": blake2b(config, digest_size=16).hexdigest(),
+        "config": shape.config_digest,
         "weights": weights_fingerprint(folder, cache_dir),
         "adapter": "",
         "compute_dtype": dtype,
