@@ -505,11 +505,11 @@ class CacheService:
 
     def _take_inbox(self, server: NodeServer) -> None:
         # What a worker sent before an admin call was made is heard before the call: nothing is stored behind a clear.
-        num_items = len(self._inbox)
-        if any(isinstance(item, _Call) for item in self._inbox):
+        waiting = tuple(self._inbox)  # in one piece: other threads go on appending
+        if any(isinstance(item, _Call) for item in waiting):
             for event in server.poll(0):
                 self._handle(event)
-        for _ in range(num_items):
+        for _ in waiting:
             item = self._inbox.popleft()
             if isinstance(item, Note):
                 self._note(item.text)
@@ -754,10 +754,10 @@ class CacheService:
         stopped = ServiceStopped(f"the cache of node {self.node_id} is {self._state}")
         for ticket in list(self._tickets.values()):
             ticket.future.set_exception(stopped)
-        for item in self._inbox:
+        while self._inbox:
+            item = self._inbox.popleft()
             if isinstance(item, _Call):
                 item.fail(stopped)
-        self._inbox.clear()
 
     def _close(self) -> None:
         """The mover and the recorder first: they post to the server's wake, and the mover uses the tiers."""

@@ -37,6 +37,7 @@ from kvtier.tier.events import (
     Event,
     Evict,
     HoldsChanged,
+    Note,
     Pin,
     StoredBefore,
     Unpin,
@@ -156,6 +157,30 @@ def test_a_chain_longer_than_l3_comes_up_from_l4(tmp_path: Path) -> None:
         assert len(pages) == 50 and missing is None
         settle(service)
         peer.close()
+
+
+def test_questions_and_finished_transfers_may_come_at_the_same_moment(tmp_path: Path) -> None:
+    """Threads switch after a few instructions, so that one posts while the loop looks through what has come."""
+    over = threading.Event()
+
+    def post(service: CacheService) -> None:
+        while not over.is_set():
+            if len(service._inbox) < 2000:
+                service._post([Note("a page came")])
+
+    interval = sys.getswitchinterval()
+    with running(tmp_path) as service:
+        thread = threading.Thread(target=post, args=(service,))
+        thread.start()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(150):
+                assert service.pages("ada") == []
+        finally:
+            sys.setswitchinterval(interval)
+            over.set()
+            thread.join()
+        assert service.health() is None
 
 
 def test_two_workers_share_what_either_stored(tmp_path: Path) -> None:
