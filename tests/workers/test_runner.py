@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -329,8 +330,17 @@ def test_fixed_tiles_keep_each_row_its_context_and_its_pages_of_all_groups() -> 
     assert tiles[1].token_ids[:4].tolist() == [16, 17, 18, 19] and not tiles[1].token_ids[4:].any()
 
 
-def write_gguf(path: Path, folder: Path, pre: str = "smollm") -> None:
-    """A tiny Llama as a GGUF file, as its converters write it: q and k with the halves of each head interleaved."""
+def write_gguf(
+    path: Path,
+    folder: Path,
+    pre: str = "smollm",
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    leave_out: tuple[str, ...] = (),
+) -> None:
+    """A tiny Llama as a GGUF file, as its converters write it: q and k with the halves of each head interleaved.
+
+    Its matrices are of this kind; the tensors `leave_out` are not written.
+    """
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -378,7 +388,12 @@ def write_gguf(path: Path, folder: Path, pre: str = "smollm") -> None:
         for part, count in (("attn_q", heads), ("attn_k", kv_heads)):
             if part in name:
                 weight = weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(name, weight.numpy().copy())
+        if name in leave_out:
+            continue
+        if weight.dim() == 1 or kind is gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, weight.numpy().copy())
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(weight.numpy().copy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -400,6 +415,56 @@ def test_a_gguf_file_is_converted_once_to_the_same_weights(
     assert all(torch.equal(expected[name], converted[name]) for name in expected)
     assert (folder / "tokenizer.json").is_file() and (folder / "chat_template.jinja").is_file()
     assert not list((tmp_path / "cache" / "models").glob(".*")), "no half-made folder stays"
+
+
+KINDS = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize("kind", [KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q5_1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_that_are_converted_one_by_one_are_those_of_the_whole_model(
+    tiny_llama: Path, tmp_path: Path, kind: gguf.GGMLQuantizationType, tied: bool
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama, kind=kind, leave_out=("output.weight",) if tied else ())
+
+    model_gguf._write_weights(tmp_path / "tiny.gguf", tmp_path / "each")
+    model_gguf._write_whole(tmp_path / "tiny.gguf", tmp_path / "whole")
+
+    expected, found = (load_file(tmp_path / way / "model.safetensors") for way in ("whole", "each"))
+    assert expected.keys() == found.keys()
+    assert ("lm_head.weight" in found) is not tied
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "each" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_converting_a_gguf_file_holds_few_tensors_at_a_time(tmp_path: Path) -> None:
+    folder = tiny_models.make_tiny_llama(
+        tmp_path / "model", num_hidden_layers=12, hidden_size=256, intermediate_size=512
+    )
+    write_gguf(tmp_path / "tiny.gguf", folder, kind=KINDS.Q8_0)
+    model_gguf._write_weights(tmp_path / "tiny.gguf", tmp_path / "first")  # imports what it needs
+    tracemalloc.start()
+    try:
+        model_gguf._write_weights(tmp_path / "tiny.gguf", tmp_path / "second")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < (tmp_path / "second" / "model.safetensors").stat().st_size / 3
+
+
+@pytest.mark.parametrize("left_out", ["blk.1.ffn_up.weight", "output_norm.weight"])
+def test_a_gguf_file_that_lacks_a_tensor_is_refused_by_its_name(
+    tiny_llama: Path, tmp_path: Path, left_out: str
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama, leave_out=(left_out,))
+
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of the model's tensors: model\.(layers\.1\.mlp\.up_proj|norm)\."
+    ):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_converted_smollm_tokenizer_splits_digits(tiny_llama: Path, tmp_path: Path) -> None:
