@@ -29,7 +29,8 @@ class Publisher:
     """`note` may be called from any thread, at any time; it waits for nothing but another `note`.
 
     `send` gives the directory a batch and returns its answer; `snapshot` returns the keys that each tier has, and what
-    changes after it is noted. Both raise PublishError. What couldn't be sent is sent later, or a snapshot instead of it.
+    changes after it is noted. Both raise PublishError. What couldn't be sent is sent later, or a snapshot instead of it. Any
+    other exception is a fault: it is logged with its traceback, and a snapshot is sent later.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class Publisher:
                 while self._turn():
                     self._is_up()
             except PublishError as error:
-                self._is_down(error)
+                self._is_down(str(error))
+                self._is_closed.wait(self._retry_s)
+            except Exception as error:  # noqa: BLE001  of hints only: the thread goes on, with a snapshot
+                self._feed.lose()
+                self._is_down(f"{error!r}", exc_info=True)
                 self._is_closed.wait(self._retry_s)
             else:
                 self._wake.wait(TICK_S)
@@ -120,10 +125,11 @@ class Publisher:
             log.warning("the directory answers again")
         self._retry_s = 0.0
 
-    def _is_down(self, error: PublishError) -> None:
+    def _is_down(self, why: str, *, exc_info: bool = False) -> None:
         if not self._retry_s:
             self.outages += 1
-            log.warning("the directory isn't told what %s holds: %s", self._feed.source.name, error)
+            name = self._feed.source.name
+            log.warning("the directory isn't told what %s holds: %s", name, why, exc_info=exc_info)
         self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s or FIRST_RETRY_S)
 
 

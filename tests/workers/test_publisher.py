@@ -106,6 +106,30 @@ def test_an_outage_is_one_line_in_the_log_and_loses_nothing(
     assert node.publisher.outages == 1 and len(said) == 1 and "the line is cut" in said[0]
 
 
+def test_a_fault_in_sending_is_one_traceback_in_the_log_and_all_is_told_afterwards(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "LAST_RETRY_S", 0.01)
+    node = Node()
+    answer, faults = node.send, iter(range(5))
+
+    def faulty(batch: Batch) -> Reply:
+        if next(faults, None) is not None:
+            raise KeyError("a fault")
+        return answer(batch)
+
+    node.pages = {1, 2, 3}
+    node.publisher = Publisher(Feed(SOURCE, (L3,)), faulty, node.snapshot, "n0")
+    with running(node), caplog.at_level(logging.WARNING):
+        until(node.is_known, "the snapshot is told")
+        node.change({4}, {1})
+        until(node.is_known, "the change is told")
+
+    told = [record for record in caplog.records if "isn't told" in record.message]
+    assert node.publisher.outages == len(told) == 1
+    assert told[0].exc_info is not None and "KeyError('a fault')" in told[0].message
+
+
 def test_an_owner_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "LAST_RETRY_S", 0.01)
     node = Node()
