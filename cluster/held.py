@@ -1,4 +1,4 @@
-"""What the directory says of who holds a prompt's pages, and routing goes by."""
+"""Locations of a prompt's pages as the directory has them, for routing. Pure."""
 
 from __future__ import annotations
 

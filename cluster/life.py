@@ -1,4 +1,4 @@
-"""Who of a deployment lives, who must be made anew, and who must be told of whom. Decides; performs nothing, reads no clock.
+"""Who of a deployment lives, who must be made anew, and who must be told of whom. Pure: decides, reads no clock.
 
 The shell tells what it sees of the parts' processes; each answer is what to say and what to do. What must be told to whom
 follows from who lives, so nothing that gets lost on the way, and no order in which parts come back, leaves a gap.

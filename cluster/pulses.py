@@ -1,4 +1,4 @@
-"""Which parts of a deployment stand still although their processes live. Decides; performs nothing, reads no clock.
+"""Which parts of a deployment stand still although their processes live. Pure: decides, reads no clock.
 
 Each part that lives is asked for its pulse again and again: how many seconds ago its loop turned. One that answers nothing
 stands still as well.

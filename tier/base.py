@@ -1,4 +1,4 @@
-"""What all tiers below L1 share: places, their pure allocator, catalogue entries, and the protocol of a tier's I/O.
+"""What all tiers below L1 share: places, their pure allocator, catalogue entries, and the protocol of a tier's I/O. Pure.
 
 A tier's owner decides (coordinator.py), a tier obeys: it moves bytes to and from places that its owner allocated.
 """

@@ -1,4 +1,4 @@
-"""Decides where a node's pages live. Performs no copy, reads no clock, never sees a page's content.
+"""Decides where a node's pages live. Pure: performs no copy, reads no clock, never sees a page's content.
 
 The cache coordinator of a node as a pure state machine: `handle(event, now) -> commands`. It owns the slots of L3, the
 catalogue mirror and the slots of L4, the grants and leases of the workers, and every transfer in flight.

@@ -1,4 +1,4 @@
-"""Checks the structure of an LMDB file by reading it, without LMDB: a damaged file can then harm nobody. Pure reading.
+"""Checks the structure of an LMDB file by reading it, without LMDB: a damaged file can then do no harm. Only reads.
 
 LMDB maps its file and believes it; a flipped bit in a page number, a size or the free list crashes the process or
 makes it overwrite live pages later. This reads the format of LMDB 0.9 (data version 1, `mdb.c`: MDB_page, MDB_node,

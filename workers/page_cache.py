@@ -1,4 +1,4 @@
-"""The cached pages of one worker's L1: finds room for more, lets the least wanted go, and what an administrator does.
+"""The cached pages of one worker's L1: allocates frames, evicts, and serves an administrator's verbs. Pure.
 
 Pages of plain sequences lie in radix trees, those of all others in a pool. Pure: copies nothing, reads no clock.
 """

@@ -1,4 +1,4 @@
-"""Chooses the next tokens. What a row gets depends on its own logits, parameters and position, never on its batch.
+"""Chooses the next tokens. Pure: what a row gets depends on its own logits, parameters and position, never on its batch.
 
 Randomness is a counter, not a stream: the number for (seed, sequence index, position) is always the same, so a resumed
 sequence repeats nothing and changes nothing. Order: logit_bias, min_tokens, repetition, frequency and presence penalty,

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has, and how often it gave each itself: what penalties go by. Follows it token by token."""
+"""Which tokens a sequence has, and how often it gave each itself: what penalties go by. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how long the device takes for each step that computes prompts. Pure: clocks and events come in as arguments."""
+"""Measures how long the device takes for each step that computes prompts. Clocks and events come in as arguments."""
 
 from __future__ import annotations
 
