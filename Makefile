@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 
-.PHONY: help setup test lint chaos aot demo serve bench figures clean
+.PHONY: help setup test lint chaos aot demo serve bench profile figures clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,7 @@ lint: setup  ## ruff (style, imports, format) and mypy (strict)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+PROFILE ?=
 CHAOS_SEED ?=
 CHAOS_ROUNDS ?= 3
 CHAOS_MINUTES ?= 60
@@ -75,6 +76,9 @@ bench: setup  ## the benchmark scripts and what each measures
 	@for script in $$(grep -l __main__ bench/*.py); do \
 		printf '  $(PY) %-24s %s\n' "$$script" "$$(sed -nE '1,2s/^"""(.*[^"])("""|)$$/\1/p' "$$script")"; \
 	done
+
+profile: setup  ## where a worker's step loop spends its time; PROFILE="--streams 8 --sort cumulative"
+	@$(PY) bench/profile_step.py $(PROFILE)
 
 figures: setup  ## eviction on real traces, into docs/eviction.md; KVTIER_TRACES=FOLDER says where the traces are
 	@$(PY) bench/figures.py
