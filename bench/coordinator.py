@@ -17,7 +17,7 @@ from itertools import count
 
 from common import Figure, argument_parser, finish
 
-from kvtier.tier.chain_node import ChainNode
+from kvtier.lab.replay.chain_node import ChainNode
 from kvtier.tier.messages import WriteMode
 from kvtier.tier.score import Costs, Kind, PolicySettings, Use
 

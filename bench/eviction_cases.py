@@ -13,8 +13,8 @@ from typing import Any
 
 from eviction_reference import CAPACITIES, CHAIN_GOALS
 
-from kvtier.tier.replay import TIERS, Result
-from kvtier.tier.replay_models import LIVE, POLICIES, Setup
+from kvtier.lab.replay.models import LIVE, POLICIES, Setup
+from kvtier.lab.replay.replay import TIERS, Result
 from kvtier.tier.score import PolicySettings
 
 ROOT = Path(__file__).resolve().parents[1]

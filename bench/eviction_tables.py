@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from eviction_cases import EXPONENTS, MAIN, OTHER_SEEDS, SESSIONS, TITLES, Case, Row, Rows, sessions_of
 from eviction_reference import CAPACITIES, CHAIN_GOALS, GOALS, NEVER_BELOW, SIMULATED, ChainGoal, Goal
 
-from kvtier.tier.replay import TIERS
-from kvtier.tier.replay_models import POLICIES
+from kvtier.lab.replay.models import POLICIES
+from kvtier.lab.replay.replay import TIERS
 
 
 def both(row: Row | tuple[float, float] | None) -> str:

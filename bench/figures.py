@@ -26,12 +26,12 @@ from eviction_cases import ROOT, TITLES, Case, Row, Rows, cases
 from eviction_reference import CAPACITIES, CHAIN_GOALS, GOALS, NEVER_BELOW, WITHIN
 from workloads import make, traces_option
 
-from kvtier.plots import Curve, Panel, draw
-from kvtier.replay_jobs import run_jobs
-from kvtier.tier.replay import Result, infinite
-from kvtier.tier.replay_models import POLICIES
-from kvtier.tier.trace import Trace
-from kvtier.trace_files import load_trace
+from kvtier.lab.plots import Curve, Panel, draw
+from kvtier.lab.replay.jobs import run_jobs
+from kvtier.lab.replay.models import POLICIES
+from kvtier.lab.replay.replay import Result, infinite
+from kvtier.lab.traces.files import load_trace
+from kvtier.lab.traces.trace import Trace
 
 
 def replay_all(

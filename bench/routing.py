@@ -4,7 +4,7 @@
   bench/routing.py [--workers 1,2,4,16,64,256] [--load 0.8] [--traces FOLDER] [--json FILE]
 
 An hour of a real chat service (mooncake_conversation, see bench/workloads.py) is played on simulated workers, eight a node:
-cluster/simulation.py runs the real routing, directory, coordinators and L1 policies; what takes time is an 8 B model's
+src/kvtier/lab/simulation/cluster.py runs the real routing, directory, coordinators and L1 policies; what takes time is an 8 B model's
 (pages of 512 tokens, 20 ms each to compute at depth 0, twice that at depth 64; 1.3 ms from L3, 11 ms from one of four SSDs,
 3 ms from another node). A worker has an L1 of 400 pages, its node 500 of L3 and 3,000 of L4 for each worker.
 
@@ -31,9 +31,9 @@ from routing_cases import Result, at_load, play, read, requests_of
 from workloads import traces_option
 
 from kvtier.cluster.routing import Policy
-from kvtier.cluster.simulation import Shape
+from kvtier.lab.simulation.cluster import Shape
+from kvtier.lab.traces.trace import Trace
 from kvtier.tier.score import PolicySettings
-from kvtier.tier.trace import Trace
 
 L1_PAGES, L3_PAGES, L4_PAGES = 400, 500, 3000  # a quarter of what an H200 has, as the sample is of the trace
 FIXED_WORKERS = 4

@@ -11,10 +11,10 @@ from typing import Any
 from zlib import crc32
 
 from kvtier.cluster.routing import Policy
-from kvtier.cluster.simulation import Job, Shape, SimRequest, Simulation
-from kvtier.cluster.simulation_parts import PAGE_TOKENS
-from kvtier.tier.trace import Trace
-from kvtier.trace_files import load_trace
+from kvtier.lab.simulation.cluster import Job, Shape, SimRequest, Simulation
+from kvtier.lab.simulation.parts import PAGE_TOKENS
+from kvtier.lab.traces.files import load_trace
+from kvtier.lab.traces.trace import Trace
 
 TRACE = "mooncake_conversation.jsonl.gz"
 WARM_UP = 4  # one in so many requests, the first ones, doesn't count: caches begin empty

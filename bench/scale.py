@@ -4,7 +4,7 @@
   bench/scale.py [--workers 1000] [--rate 2000] [--seconds 3] [--entries 1000000] [--json FILE]
 
 Conversations begin at random; each turn is the one before, 1 to 3 pages of 512 tokens longer, after a second's pause; the
-first two pages are one of 20 system prompts. cluster/simulation.py plays them on 125 nodes of eight workers with real
+first two pages are one of 20 system prompts. src/kvtier/lab/simulation/cluster.py plays them on 125 nodes of eight workers with real
 routing, directory and coordinators, whose CPU time is taken around each call. Keys are computed beside, of real token
 ids. The directory is filled with --entries pages of others first. Pages are
 of 512 tokens here; with the 64 of cluster/h200.yaml there are eight times as many keys.
@@ -29,8 +29,8 @@ from kvtier.cluster.directory_core import DirectoryCore
 from kvtier.cluster.fleet import Fleet
 from kvtier.cluster.held import Held
 from kvtier.cluster.routing import Choice, Costs, Policy, choose
-from kvtier.cluster.simulation import Shape, SimRequest, Simulation
-from kvtier.cluster.simulation_parts import PAGE_TOKENS
+from kvtier.lab.simulation.cluster import Shape, SimRequest, Simulation
+from kvtier.lab.simulation.parts import PAGE_TOKENS
 from kvtier.tier.events import Command, Event
 from kvtier.tier.feed import MAX_KEYS, Batch, Change, Reply, Source
 from kvtier.tier.identity import page_keys, root_key, tenant_salt

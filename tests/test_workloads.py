@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.lab.traces.files import load_trace
+from kvtier.lab.traces.trace import Source, Trace, read_trace
 from kvtier.tier.score import Kind
-from kvtier.tier.trace import Source, Trace, read_trace
-from kvtier.trace_files import load_trace
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "workloads.py"

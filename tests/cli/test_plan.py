@@ -12,8 +12,8 @@ import pytest
 from tiny_models import make_tiny_gemma2, make_tiny_llama
 
 from kvtier.cli import main
-from kvtier.plan_model import weights_bytes
-from kvtier.tier.model_presets import PRESETS
+from kvtier.lab.plan.model import weights_bytes
+from kvtier.lab.plan.model_presets import PRESETS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 REFERENCE = (

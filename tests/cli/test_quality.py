@@ -19,9 +19,9 @@ from gateway_kit import make_byte_tokenizer
 from tiny_models import VOCAB, make_tiny_deepseek_v2, make_tiny_gemma3, make_tiny_llama
 from transformers import LlamaForCausalLM
 
-from kvtier import quality
 from kvtier.cli import main
-from kvtier.quality import (
+from kvtier.lab import quality
+from kvtier.lab.quality import (
     FORMATS,
     QualityError,
     Reading,

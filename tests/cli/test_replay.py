@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from kvtier.cli import main
-from kvtier.replay_jobs import ReplayFailed, run_jobs
-from kvtier.tier.replay import LOAD_S
-from kvtier.tier.replay_models import LIVE, POLICIES, Setup
-from kvtier.trace_files import load_trace
+from kvtier.lab.replay.jobs import ReplayFailed, run_jobs
+from kvtier.lab.replay.models import LIVE, POLICIES, Setup
+from kvtier.lab.replay.replay import LOAD_S
+from kvtier.lab.traces.files import load_trace
 
 RESULT = {
     *(
@@ -266,7 +266,7 @@ def test_pages_that_are_too_large_or_too_small_for_the_lengths_are_told_of(run: 
 def test_a_line_without_an_end_is_refused_before_it_takes_all_memory(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:
-    monkeypatch.setattr("kvtier.trace_files.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("kvtier.lab.traces.files.MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "zeros").write_bytes(pack(bytes(3 << 20)))
 
     code, out, err = run("zeros", "--skip-bad")

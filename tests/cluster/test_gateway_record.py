@@ -12,7 +12,7 @@ from node_kit import Peer, running
 from recording_node import recording_node
 
 from kvtier.cli.client import Client, ClientError, connect
-from kvtier.recordings import verified
+from kvtier.lab.recordings import verified
 
 
 @pytest.fixture(params=[1, 2])

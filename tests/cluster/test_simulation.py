@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cluster.routing import Policy
-from kvtier.cluster.simulation import Job, Shape, SimRequest, Simulation
-from kvtier.cluster.simulation_parts import PAGE_TOKENS, Hardware, Link
+from kvtier.lab.simulation.cluster import Job, Shape, SimRequest, Simulation
+from kvtier.lab.simulation.parts import PAGE_TOKENS, Hardware, Link
 from kvtier.tier.score import PolicySettings
 
 LRU = PolicySettings(name="lru")

@@ -12,12 +12,12 @@ from baseline_models import MODELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.baselines.belady import Future
-from kvtier.tier.baselines.cache import BaselineCache, Pages
-from kvtier.tier.baselines.page_queue import PageQueue
-from kvtier.tier.baselines.page_tree import PageTree
-from kvtier.tier.baselines.registry import BASELINES, make_baseline
-from kvtier.tier.baselines.turns import Turns
+from kvtier.lab.replay.baselines.belady import Future
+from kvtier.lab.replay.baselines.cache import BaselineCache, Pages
+from kvtier.lab.replay.baselines.page_queue import PageQueue
+from kvtier.lab.replay.baselines.page_tree import PageTree
+from kvtier.lab.replay.baselines.registry import BASELINES, make_baseline
+from kvtier.lab.replay.baselines.turns import Turns
 from kvtier.tier.ghost_cache import CacheModel, GhostCache
 from kvtier.tier.score import Kind, Lru, Use
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.chain_node import ChainNode
-from kvtier.tier.chain_replay import ChainModel
+from kvtier.lab.replay.chain_node import ChainNode
+from kvtier.lab.replay.chain_tiers import ChainModel
 from kvtier.tier.page import TierName
 from kvtier.tier.score import Costs, Kind, PolicySettings, Use
 

@@ -11,11 +11,11 @@ import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvtier.plan_model import find_model
-from kvtier.tier.model_numbers import LayerKind, layer_windows, read_numbers
-from kvtier.tier.model_presets import PRESETS, preset, unknown
+from kvtier.lab.plan.model import find_model
+from kvtier.lab.plan.model_numbers import LayerKind, layer_windows, read_numbers
+from kvtier.lab.plan.model_presets import PRESETS, preset, unknown
+from kvtier.lab.plan.plan import spec_of, stored_page_bytes
 from kvtier.tier.page import PageFormat
-from kvtier.tier.plan import spec_of, stored_page_bytes
 from kvtier.workers.model import layer_groups, read_shape
 
 PUBLISHED = {  # parameters, by the models' cards and checkpoints

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.model_numbers import LayerKind, ModelNumbers, read_numbers
-from kvtier.tier.model_presets import PRESETS
-from kvtier.tier.page import PageFormat
-from kvtier.tier.plan import (
+from kvtier.lab.plan.model_numbers import LayerKind, ModelNumbers, read_numbers
+from kvtier.lab.plan.model_presets import PRESETS
+from kvtier.lab.plan.notes import notes, smallest_tp
+from kvtier.lab.plan.plan import (
     FORMATS,
     GB,
     RECENT_TOKENS,
@@ -30,7 +30,7 @@ from kvtier.tier.plan import (
     stored_page_bytes,
     sums,
 )
-from kvtier.tier.plan_notes import notes, smallest_tp
+from kvtier.tier.page import PageFormat
 from kvtier.tier.recipe import Window
 from kvtier.workers.formats import CACHE_FORMATS, choose_recipe
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.model_numbers import ModelNumbers, read_numbers
-from kvtier.tier.model_presets import PRESETS
-from kvtier.tier.plan import GB, Inputs
-from kvtier.tier.plan_tiers import (
+from kvtier.lab.plan.model_numbers import ModelNumbers, read_numbers
+from kvtier.lab.plan.model_presets import PRESETS
+from kvtier.lab.plan.plan import GB, Inputs
+from kvtier.lab.plan.tiers import (
     SEARCH_RATIO,
     Rooms,
     Target,
@@ -25,9 +24,10 @@ from kvtier.tier.plan_tiers import (
     prices_of,
     rooms_of,
 )
-from kvtier.tier.replay import Prices, Result, infinite, replay
+from kvtier.lab.replay.replay import Prices, Result, infinite, replay
+from kvtier.lab.traces.trace import Source, Trace, read_trace
+from kvtier.tier.ghost_cache import GhostCache
 from kvtier.tier.score import Lru
-from kvtier.tier.trace import Source, Trace, read_trace
 
 ROOMS = Rooms(l1_pages=20, l3_pages=50, page_bytes_gpu=1000, slot_bytes=2000)
 PRICES = Prices(page_bytes=1000, recompute_s=10e-3, load_s={"L1": 0.0, "L2": 0.0, "L3": 1e-3, "L4": 5e-3})

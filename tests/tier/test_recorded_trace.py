@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recording_kit import a_life, recorded
 
+from kvtier.lab.traces.trace import Source, Trace, read_trace
 from kvtier.tier.events import FromWorker, WorkerRef
 from kvtier.tier.messages import Finished, Locate, Stored
 from kvtier.tier.recorded_node import NODE
@@ -19,7 +20,6 @@ from kvtier.tier.recorded_trace import Collector
 from kvtier.tier.recording import RecordingReader
 from kvtier.tier.rerun import heard
 from kvtier.tier.score import Kind
-from kvtier.tier.trace import Source, Trace, read_trace
 
 REF = WorkerRef("w0", "1")
 

@@ -13,7 +13,7 @@ import pytest
 from cache_world import World
 from node_kit import Peer, running, wait_until
 
-from kvtier.recordings import opened
+from kvtier.lab.recordings import opened
 from kvtier.tier.events import Drain, Event, WriteDone
 from kvtier.tier.page import TierName
 from kvtier.tier.recorded_node import NODE, about

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.replay import (
+from kvtier.lab.replay.chain import with_chain_gaps
+from kvtier.lab.replay.models import LIVE, POLICIES, Setup, live_settings, run_setup
+from kvtier.lab.replay.replay import (
     Prices,
     Result,
     infinite,
@@ -23,10 +24,9 @@ from kvtier.tier.replay import (
     with_gaps,
     work,
 )
-from kvtier.tier.replay_chain import with_chain_gaps
-from kvtier.tier.replay_models import LIVE, POLICIES, Setup, live_settings, run_setup
+from kvtier.lab.traces.trace import Ids, Source, Trace, read_trace
+from kvtier.tier.ghost_cache import GhostCache
 from kvtier.tier.score import Lru, PolicySettings, Use
-from kvtier.tier.trace import Ids, Source, Trace, read_trace
 
 CHAINS = [[1, 2, 3], [1, 2, 4], [9], [1, 2, 3, 5], [1, 2], [9, 10]]
 

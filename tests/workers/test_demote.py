@@ -9,9 +9,9 @@ import pytest
 from waiting import until
 from worker_kit import PAGE_TOKENS, caching, keys, serving, settle, tiny_runner
 
-from kvtier.cluster.simulation_node import NodeSizes, SimNode
-from kvtier.cluster.simulation_parts import Agenda
-from kvtier.tier.chain_node import ChainNode
+from kvtier.lab.replay.chain_node import ChainNode
+from kvtier.lab.simulation.node import NodeSizes, SimNode
+from kvtier.lab.simulation.parts import Agenda
 from kvtier.tier.coordinator import Coordinator
 from kvtier.tier.messages import Hello, WriteMode
 from kvtier.tier.page import TierName

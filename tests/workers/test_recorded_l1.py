@@ -16,7 +16,7 @@ from l1_worlds import a_world, run_again
 from waiting import until
 from worker_kit import PAGE_TOKENS, caching, page_sizes, serving, settle, sink_to_l3, sink_to_l4, tiny_runner
 
-from kvtier.recordings import Summary, opened, summed_up, verified
+from kvtier.lab.recordings import Summary, opened, summed_up, verified
 from kvtier.tier import checkpoint
 from kvtier.tier.identity import tenant_salt
 from kvtier.tier.prefix import PrefixIndex

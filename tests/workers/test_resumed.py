@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, caching, keys, serving, settle, tiny_runner
 
-from kvtier.recordings import opened, summed_up
+from kvtier.lab.recordings import opened, summed_up
 from kvtier.tier.page import TierName
 from kvtier.workers import handover
 from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams

@@ -19,9 +19,9 @@ from kvtier.cli.connection import JsonOption
 from kvtier.cli.plan_print import print_plan, print_sizing
 
 if TYPE_CHECKING:
-    from kvtier.plan_trace import Sizing, Wishes
-    from kvtier.tier.model_numbers import ModelNumbers
-    from kvtier.tier.plan import Plan
+    from kvtier.lab.plan.model_numbers import ModelNumbers
+    from kvtier.lab.plan.plan import Plan
+    from kvtier.lab.plan.trace import Sizing, Wishes
 
 _Progress = Callable[[str, int, int | None], None]
 
@@ -129,7 +129,7 @@ def plan(
     )
     sizing: Sizing | None = None
     if trace:
-        from kvtier.plan_trace import Wishes
+        from kvtier.lab.plan.trace import Wishes
 
         wishes = Wishes(
             trace_files=tuple(trace),
@@ -145,7 +145,7 @@ def plan(
             skip_bad=skip_bad,
         )
         sizing = _sized(made, wishes, as_json)
-    from kvtier.plan_report import to_json
+    from kvtier.lab.plan.report import to_json
 
     if as_json:
         print_json({**to_json(made), "trace": sizing.to_json() if sizing else None})
@@ -178,7 +178,7 @@ def _refuse_alone(options: dict[str, float | None]) -> None:
 
 
 def _model(name: str, kv_heads: int | None) -> ModelNumbers:
-    from kvtier.plan_model import find_model
+    from kvtier.lab.plan.model import find_model
 
     try:
         found = find_model(name)
@@ -200,7 +200,7 @@ def _planned(
     page_tokens: int,
     tp: int,
 ) -> Plan:
-    from kvtier.tier.plan import Inputs, make_plan, raw_name
+    from kvtier.lab.plan.plan import Inputs, make_plan, raw_name
 
     try:
         inputs = Inputs(
@@ -227,8 +227,8 @@ def _bytes(option: str, gb: float, least: float) -> int:
 
 
 def _sized(made: Plan, wishes: Wishes, as_json: bool) -> Sizing:
-    from kvtier.plan_trace import size_tiers
-    from kvtier.tier.trace_formats import TraceError
+    from kvtier.lab.plan.trace import size_tiers
+    from kvtier.lab.traces.formats import TraceError
 
     try:
         with steps() as shown:
@@ -243,7 +243,7 @@ def _sized(made: Plan, wishes: Wishes, as_json: bool) -> Sizing:
 
 
 def _draw(made: Plan, plot: Path) -> None:
-    from kvtier.plan_report import draw_plan
+    from kvtier.lab.plan.report import draw_plan
 
     try:
         draw_plan(made, plot)

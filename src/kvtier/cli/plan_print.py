@@ -8,15 +8,15 @@ from kvtier.cli.common import human_bytes, human_count, human_seconds, out, shar
 from kvtier.cli.tables import table
 
 if TYPE_CHECKING:
-    from kvtier.plan_trace import Row, Sizing
-    from kvtier.tier.plan import Plan
-    from kvtier.tier.plan_tiers import Rooms
+    from kvtier.lab.plan.plan import Plan
+    from kvtier.lab.plan.tiers import Rooms
+    from kvtier.lab.plan.trace import Row, Sizing
 
 
 def print_plan(made: Plan) -> None:
     """The sums, all formats, and the notes."""
-    from kvtier.tier.plan import numbers_per_token_layer
-    from kvtier.tier.plan_notes import notes
+    from kvtier.lab.plan.notes import notes
+    from kvtier.lab.plan.plan import numbers_per_token_layer
 
     model = made.model
     heads = "1 latent" if model.is_latent else f"{model.kv_heads} of {model.heads} heads with KV"
@@ -95,7 +95,7 @@ def print_sizing(sizing: Sizing) -> None:
 
 
 def _size_row(row: Row, rooms: Rooms) -> tuple[str, ...]:
-    from kvtier.plan_trace import lifetime
+    from kvtier.lab.plan.trace import lifetime
 
     sizes, life = row.sizes, row.lives["demote"]
     return (

@@ -17,7 +17,7 @@ from kvtier.workers.model_store import KNOWN_MODELS, ModelError, default_cache, 
 from kvtier.workers.model_text import Text, TextError
 
 if TYPE_CHECKING:
-    from kvtier.quality import Report
+    from kvtier.lab.quality import Report
 
 _DEFAULT = KNOWN_MODELS[0].name
 
@@ -99,7 +99,7 @@ def quality(
 
 
 def _measured(texts: list[tuple[str, str]], model: str, formats: list[str], **numbers: int | str) -> Report:
-    from kvtier.quality import Settings, check_formats, check_numbers, formats_for, read_contexts, run
+    from kvtier.lab.quality import Settings, check_formats, check_numbers, formats_for, read_contexts, run
 
     try:
         name = Path(model).stem if model.endswith(".gguf") else Path(model).name
@@ -125,7 +125,7 @@ def _measured(texts: list[tuple[str, str]], model: str, formats: list[str], **nu
 
 
 def _write(report: Report, plot: Path | None, markdown: Path | None) -> None:
-    from kvtier import quality as measuring
+    from kvtier.lab import quality as measuring
 
     try:
         if plot is not None:
@@ -139,7 +139,7 @@ def _write(report: Report, plot: Path | None, markdown: Path | None) -> None:
 
 
 def _print(report: Report) -> None:
-    from kvtier.quality import MAIN_COLUMNS, headline, main_row
+    from kvtier.lab.quality import MAIN_COLUMNS, headline, main_row
 
     what = f"{report.model} in {report.dtype}, {report.forward} forward"
     out.print(f"{what}: {headline(report)}", soft_wrap=True)

@@ -28,7 +28,7 @@ from kvtier.cli.tables import table
 if TYPE_CHECKING:
     from collections import Counter
 
-    from kvtier.recordings import Exported, Summary
+    from kvtier.lab.recordings import Exported, Summary
     from kvtier.tier.rerun import Verdict
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A recording, plain or .gz.")]
@@ -116,7 +116,7 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
       kvtier record show monday.kvrec.gz
       kvtier record show monday.kvrec.gz --json | jq .found_pages
     """
-    from kvtier.recordings import summed_up
+    from kvtier.lab.recordings import summed_up
 
     with _reading(file, as_json) as tick:
         summary, verdict = summed_up(file, tick)
@@ -136,7 +136,7 @@ def verify(file: FileArgument, as_json: JsonOption = False) -> None:
     Examples:
       kvtier record verify monday.kvrec.gz
     """
-    from kvtier.recordings import verified
+    from kvtier.lab.recordings import verified
 
     with _reading(file, as_json) as tick:
         verdict = verified(file, tick)
@@ -166,7 +166,7 @@ def export(
     Examples:
       kvtier record export monday.kvrec.gz --out monday.jsonl
     """
-    from kvtier.recordings import export as write
+    from kvtier.lab.recordings import export as write
 
     with _reading(file, as_json) as tick:
         done = write(file, trace, tick)

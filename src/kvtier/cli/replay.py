@@ -20,11 +20,11 @@ from kvtier.cli.common import (
 from kvtier.cli.connection import JsonOption
 
 if TYPE_CHECKING:
-    from kvtier.replay_report import Report
-    from kvtier.tier.replay import Half, Prices, Result
-    from kvtier.tier.replay_models import Setup
+    from kvtier.lab.replay.models import Setup
+    from kvtier.lab.replay.replay import Half, Prices, Result
+    from kvtier.lab.replay.report import Report
+    from kvtier.lab.traces.trace import Trace
     from kvtier.tier.score import PolicySettings
-    from kvtier.tier.trace import Trace
 
 _PARTS = (200, 50, 20, 10, 4)  # of the distinct pages: sizes that are tried where none is given
 _Progress = Callable[[str, int, int | None], None]
@@ -135,7 +135,7 @@ def replay(
         setups = [replace(setup, half=half, session_ends=session_ends) for setup in setups]
         results = _run(trace, setups, half, prices, progress)
     from kvtier.cli.replay_table import print_report
-    from kvtier.replay_report import Report
+    from kvtier.lab.replay.report import Report
 
     report = Report(tuple(traces), trace, half, prices, tuple(results))
     if as_json:
@@ -149,7 +149,7 @@ def replay(
 
 
 def _policies(text: str, chain: bool) -> list[str]:
-    from kvtier.tier.replay_models import LIVE, POLICIES
+    from kvtier.lab.replay.models import LIVE, POLICIES
 
     known = LIVE if chain else POLICIES
     named = [name.strip() for name in text.split(",") if name.strip()]
@@ -186,7 +186,7 @@ def _default_sizes(trace: Trace) -> list[int]:
 
 
 def _by_tier(option: str, text: str) -> dict[str, float]:
-    from kvtier.tier.replay import TIERS
+    from kvtier.lab.replay.replay import TIERS
 
     found: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -225,7 +225,7 @@ def _check_together(
 def _prices(
     page_tokens: int, bytes_per_block: int | None, recompute_ms: float | None, loads: dict[str, float]
 ) -> Prices:
-    from kvtier.tier.replay import Prices
+    from kvtier.lab.replay.replay import Prices
 
     prices = Prices.of(page_tokens)
     if recompute_ms is not None and not 1e-6 <= recompute_ms < 1e9:
@@ -253,8 +253,8 @@ def _setups(
     settings: PolicySettings,
 ) -> list[Setup]:
     """lru first and belady last, at each size, whatever was named."""
-    from kvtier.tier.replay import TIERS
-    from kvtier.tier.replay_models import Setup
+    from kvtier.lab.replay.models import Setup
+    from kvtier.lab.replay.replay import TIERS
 
     named = ["lru", *(name for name in policies if name not in ("lru", "belady"))]
     if chain:
@@ -271,8 +271,8 @@ def _setups(
 
 
 def _loaded(names: list[str], block_tokens: int | None, skip_bad: bool, progress: _Progress) -> Trace:
-    from kvtier.tier.trace_formats import TraceError
-    from kvtier.trace_files import load_trace
+    from kvtier.lab.traces.files import load_trace
+    from kvtier.lab.traces.formats import TraceError
 
     if names.count("-") > 1:
         raise CliError("stdin (-) can be read once only", 2)
@@ -293,9 +293,9 @@ def _loaded(names: list[str], block_tokens: int | None, skip_bad: bool, progress
 def _run(
     trace: Trace, setups: Sequence[Setup], half: Half, prices: Prices, progress: _Progress
 ) -> list[Result]:
-    from kvtier.replay_jobs import ReplayFailed, run_jobs
-    from kvtier.tier.replay import infinite
-    from kvtier.tier.replay_chain import with_chain_gaps
+    from kvtier.lab.replay.chain import with_chain_gaps
+    from kvtier.lab.replay.jobs import ReplayFailed, run_jobs
+    from kvtier.lab.replay.replay import infinite
 
     what = "replaying 1 time" if len(setups) == 1 else f"replaying {len(setups)} times"
     try:
@@ -306,7 +306,7 @@ def _run(
 
 
 def _draw(report: Report, plot: Path | None) -> None:
-    from kvtier.replay_report import draw_report
+    from kvtier.lab.replay.report import draw_report
 
     if plot is None:
         return

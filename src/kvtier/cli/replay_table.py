@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.cli.common import human_bytes, human_count, human_seconds, out, share
 from kvtier.cli.tables import table
-from kvtier.replay_report import CHAIN_COLUMNS, COLUMNS, Report, odd_requests
-from kvtier.tier.replay import TIERS, Prices, Result
+from kvtier.lab.replay.replay import TIERS, Prices, Result
+from kvtier.lab.replay.report import CHAIN_COLUMNS, COLUMNS, Report, odd_requests
 
 
 def print_report(report: Report) -> None:
