@@ -42,9 +42,9 @@ from cluster_engines import Nodes, running
 from cluster_nodes import Peer
 from common import argument_parser, finish
 
-from kvtier.cluster.exchange import keep_freed_memory
-from kvtier.tier.page import slot_bytes
-from kvtier.workers.model import page_spec
+from kvtier.cluster.transfer.actor import keep_freed_memory
+from kvtier.tier.pages.page import slot_bytes
+from kvtier.workers.models.base import page_spec
 
 FAST_ASKS = 3  # in a round, of a node that nothing slows: its fetches take little time
 WARM_UP_S = 4.0  # for the fetch before a round: what came by then tells the speed

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from cluster_nodes import WAIT_S, Part, Peer, part, wait_for
 
-from kvtier.tier.identity import tenant_salt
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.runner import load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
+from kvtier.workers.runner.runner import load_runner
 
 Side = Literal["fetch", "recompute"]
 

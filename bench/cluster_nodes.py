@@ -21,9 +21,9 @@ from typing import IO, Any, Literal
 
 from transfer import SECRET, process
 
-from kvtier.cluster.exchange import PageExchangeProcess
-from kvtier.tier.page import TierName
-from kvtier.tier.service import CacheService
+from kvtier.cluster.transfer.actor import PageExchangeProcess
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import TierName
 
 WAIT_S = 120.0  # for what takes seconds
 WIRE_BYTES = 65536  # passed on at once

@@ -18,8 +18,8 @@ from itertools import count
 from common import Figure, argument_parser, finish
 
 from kvtier.lab.replay.chain_node import ChainNode
-from kvtier.tier.messages import WriteMode
-from kvtier.tier.score import Costs, Kind, PolicySettings, Use
+from kvtier.tier.policy.base import Costs, Kind, PolicySettings, Use
+from kvtier.tier.protocol.messages import WriteMode
 
 CHAIN = 8  # pages
 BATCH = 16  # chains of a round

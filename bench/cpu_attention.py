@@ -29,8 +29,8 @@ from kvtier.kernels.ops import (
     TorchKernels,
     make_plan,
 )
-from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.workers.model_store import default_cache
+from kvtier.tier.pages.page import PageFormat, PageSpec
+from kvtier.workers.models.files.store import default_cache
 
 LAYERS, QUERY_HEADS, HEADS, DIM = 30, 9, 3, 64
 FORMATS = {

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 from common import machine
 
-from kvtier.cluster.directory_slots import Keys
-from kvtier.cluster.directory_table import DirectoryTable
-from kvtier.cluster.held import Held
-from kvtier.tier.feed import KEY_BYTES, MAX_KEYS, Feed, Source
-from kvtier.tier.page import TierName
-from kvtier.workers.publisher import Publisher
+from kvtier.cluster.directory.hash_table import Keys
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.directory.table import DirectoryTable
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.kv_events import KEY_BYTES, MAX_KEYS, Feed, Source
+from kvtier.workers.engine.kv_publisher import Publisher
 
 PROMPT_PAGES, NODES, COPIES = 8192, 256, 2
 LOOKUPS, NEW_PAGES = 300, 40
@@ -217,7 +217,7 @@ def actor_rows(pages: int, sources: int) -> Iterator[Row]:
     """What publishers and gateways see of the directory."""
     import ray
 
-    from kvtier.cluster.directory import Directory
+    from kvtier.cluster.directory.actor import Directory
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
     directory = Directory.remote()

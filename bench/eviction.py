@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from common import machine
 
-from kvtier.tier.guard import Guarded
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import Candidates, Costs, Kind, Lru, Policy, PolicySettings, Row, Use
+from kvtier.tier.policy.base import Candidates, Costs, Kind, Lru, Policy, PolicySettings, Row, Use
+from kvtier.tier.policy.guard import Guarded
+from kvtier.tier.policy.rvi.policy import Rvi
 
 REQUEST = 256  # pages
 EVICTED, BATCHES = 2048, 9

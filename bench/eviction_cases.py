@@ -15,7 +15,7 @@ from eviction_reference import CAPACITIES, CHAIN_GOALS
 
 from kvtier.lab.replay.models import LIVE, POLICIES, Setup
 from kvtier.lab.replay.replay import TIERS, Result
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("conv", "synth", "agents")
@@ -146,34 +146,37 @@ class Rows:
         return self[case]
 
 
-_SHARED = ("replay.py", "trace.py")
-_ROOTS = {  # what a replay of a kind begins with, in tier/
-    "lru": ("ghost_cache.py", "score.py", *_SHARED),
-    "live": ("ghost_cache.py", "policies.py", *_SHARED),
-    "baseline": ("baselines/registry.py", *_SHARED),
-    "chain": ("chain_replay.py", "policies.py", *_SHARED),
+_SHARED = ("lab.replay.replay", "lab.traces.trace")
+_ROOTS = {  # the modules that a replay of a kind begins with
+    "lru": ("tier.policy.ghost_cache", "tier.policy.base", *_SHARED),
+    "live": ("tier.policy.ghost_cache", "tier.policy.registry", *_SHARED),
+    "baseline": ("lab.replay.baselines.registry", *_SHARED),
+    "chain": ("lab.replay.chain_tiers", "tier.policy.registry", *_SHARED),
 }
-_IMPORT = re.compile(r"^ *from kvtier\.tier\.([\w.]+) import", re.MULTILINE)
+_IMPORT = re.compile(r"^ *from kvtier\.((?:tier|lab)[\w.]*) import", re.MULTILINE)
 
 
 @cache
 def sources(kind: str) -> str:
     """A digest of all files that the results of this kind depend on."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(_with_imports([ROOT / "tier" / name for name in _ROOTS[kind]])):
+    for file in sorted(map(_file_of, _with_imports(_ROOTS[kind]))):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def _with_imports(files: Iterable[Path]) -> set[Path]:
-    """The files and all of tier/ that they import, and those do."""
-    found: set[Path] = set()
-    left = list(files)
+def _file_of(module: str) -> Path:
+    return (ROOT / "src" / "kvtier").joinpath(*module.split(".")).with_suffix(".py")
+
+
+def _with_imports(modules: Iterable[str]) -> set[str]:
+    """The modules and all of tier/ and lab/ that they import, and those do."""
+    found: set[str] = set()
+    left = list(modules)
     while left:
-        if (file := left.pop()) not in found:
-            found.add(file)
-            names = _IMPORT.findall(file.read_text())
-            left += [ROOT / "tier" / f"{name.replace('.', '/')}.py" for name in names]
+        if (module := left.pop()) not in found:
+            found.add(module)
+            left += _IMPORT.findall(_file_of(module).read_text())
     return found
 
 

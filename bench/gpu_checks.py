@@ -23,8 +23,8 @@ from kvtier.kernels import reference
 from kvtier.kernels.gather import engine_to_pages, gather_pages, pages_to_engine, scatter_pages
 from kvtier.kernels.ops import Format, IntArray, KVLayout, PlanSequence, StepPlan, make_plan, merge
 from kvtier.kernels.triton_kernels import TritonKernels
-from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.workers.formats import FORMAT_CODES, RAW_FORMATS, LayerGroup, layout_of
+from kvtier.tier.pages.page import PageFormat, PageSpec
+from kvtier.workers.models.formats import FORMAT_CODES, RAW_FORMATS, LayerGroup, layout_of
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 DTYPE = torch.float16 if DRY else torch.bfloat16  # the interpreter truncates to bfloat16

@@ -31,16 +31,16 @@ import torch
 from common import machine, row_texts, write_section
 from torch import multiprocessing
 
-from kvtier.tier.base import Place
-from kvtier.tier.hbm import Arena
-from kvtier.tier.host import HostTier
-from kvtier.tier.identity import tenant_salt
-from kvtier.tier.page import ALIGN_BYTES, HEADER_BYTES, TierName, slot_bytes
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.model_store import default_cache, resolve
-from kvtier.workers.runner import Runner, load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.l1.arena import Arena
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.tier.pages.page import ALIGN_BYTES, HEADER_BYTES, TierName, slot_bytes
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.models.files.store import default_cache, resolve
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
+from kvtier.workers.runner.runner import Runner, load_runner
 
 PATIENCE_S = 120.0
 

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from common import machine
 
-from kvtier.tier.identity import TokenIds, page_keys, tenant_salt
-from kvtier.tier.page import RootKey
-from kvtier.tier.policies import make_policy
-from kvtier.tier.prefix import Frames, PrefixIndex
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.l1.prefix import Frames, PrefixIndex
+from kvtier.tier.pages.identity import TokenIds, page_keys, tenant_salt
+from kvtier.tier.pages.page import RootKey
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.policy.registry import make_policy
 
 PAGE, PROMPT, SHARED, PREFIXES, VOCABULARY = 16, 4096, 2048, 64, 128_000
 ROOT = RootKey(bytes(32))

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from kvtier.kernels.ops import make_plan, raise_malloc_thresholds
-from kvtier.workers.formats import DTYPES
-from kvtier.workers.model import page_spec, read_shape
-from kvtier.workers.model_lean import LeanWeights, load_rope
-from kvtier.workers.model_weights import Checkpoint
-from kvtier.workers.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
+from kvtier.workers.models.base import page_spec, read_shape
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.formats import DTYPES
+from kvtier.workers.models.forwards.lean import LeanWeights, load_rope
+from kvtier.workers.runner.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
 
 UNIFORM_FORMATS = (
     "auto",

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 from kvtier.kernels.memory import raise_malloc_thresholds
-from kvtier.tier.identity import tenant_salt
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.runner import load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
+from kvtier.workers.runner.runner import load_runner
 
 
 class Crowd:

@@ -14,11 +14,11 @@ import pstats
 import random
 import threading
 
-from kvtier.tier.identity import tenant_salt
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.model_store import default_cache, pull
-from kvtier.workers.runner import load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.models.files.store import default_cache, pull
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
+from kvtier.workers.runner.runner import load_runner
 
 
 class ProfiledWorker(DecodeWorker):

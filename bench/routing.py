@@ -30,10 +30,10 @@ from common import argument_parser, machine
 from routing_cases import Result, at_load, play, read, requests_of
 from workloads import traces_option
 
-from kvtier.cluster.routing import Policy
+from kvtier.cluster.routing.router import Policy
 from kvtier.lab.simulation.cluster import Shape
 from kvtier.lab.traces.trace import Trace
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 
 L1_PAGES, L3_PAGES, L4_PAGES = 400, 500, 3000  # a quarter of what an H200 has, as the sample is of the trace
 FIXED_WORKERS = 4

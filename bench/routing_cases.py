@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from kvtier.cluster.routing import Policy
+from kvtier.cluster.routing.router import Policy
 from kvtier.lab.simulation.cluster import Job, Shape, SimRequest, Simulation
 from kvtier.lab.simulation.parts import PAGE_TOKENS
 from kvtier.lab.traces.files import load_trace

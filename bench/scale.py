@@ -25,17 +25,17 @@ import numpy as np
 from common import argument_parser, machine
 from routing_cases import result_of
 
-from kvtier.cluster.directory_core import DirectoryCore
-from kvtier.cluster.fleet import Fleet
-from kvtier.cluster.held import Held
-from kvtier.cluster.routing import Choice, Costs, Policy, choose
+from kvtier.cluster.directory.core import DirectoryCore
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.routing.fleet import Fleet
+from kvtier.cluster.routing.router import Choice, Costs, Policy, choose
 from kvtier.lab.simulation.cluster import Shape, SimRequest, Simulation
 from kvtier.lab.simulation.parts import PAGE_TOKENS
-from kvtier.tier.events import Command, Event
-from kvtier.tier.feed import MAX_KEYS, Batch, Change, Reply, Source
-from kvtier.tier.identity import page_keys, root_key, tenant_salt
-from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.pages.identity import page_keys, root_key, tenant_salt
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import Command, Event
+from kvtier.tier.protocol.kv_events import MAX_KEYS, Batch, Change, Reply, Source
 
 SYSTEMS, SYSTEM_PAGES = 20, 2
 TURNS, FIRST_PAGES, TURN_PAGES = 4, (2, 12), (1, 4)  # of a conversation, at most; half-open ranges

@@ -23,14 +23,14 @@ from typing import Any
 import grpc.aio
 from common import argument_parser, machine
 
-from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway_cache import CacheVerbs
-from kvtier.cluster.gateway_core import GatewayCore
-from kvtier.cluster.gateway_holders import Holders
-from kvtier.cluster.gateway_server import GatewayServer
-from kvtier.cluster.held import Held
+from kvtier.cluster.config.deployment import GrpcConfig
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.gateway.admission import GatewayCore
+from kvtier.cluster.gateway.cache_api.cache import CacheVerbs
+from kvtier.cluster.gateway.owners.locations import Holders
+from kvtier.cluster.gateway.server import GatewayServer
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.workers.api import EngineRequest, FinishReason, Output, Timings, Usage, WorkerInfo
+from kvtier.workers.requests.api import EngineRequest, FinishReason, Output, Timings, Usage, WorkerInfo
 
 VOCABULARY = 32000
 CLIENT = "--as-client"

@@ -28,9 +28,7 @@ import lmdb
 import numpy as np
 from common import Figure, argument_parser, finish, interleave, throughput
 
-from kvtier.tier.base import CatalogueEntry, Place
-from kvtier.tier.host import HostTier
-from kvtier.tier.page import (
+from kvtier.tier.pages.page import (
     ALIGN_BYTES,
     HEADER_BYTES,
     Envelope,
@@ -39,7 +37,9 @@ from kvtier.tier.page import (
     page_checksum,
     slot_bytes,
 )
-from kvtier.tier.ssd import SsdTier, open_ssd
+from kvtier.tier.stores.base import CatalogueEntry, Place
+from kvtier.tier.stores.host import HostTier
+from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
 SPEC = b"s" * 16
 READERS, WRITERS = 2, 2  # threads of the service that read L4, and that write it (SsdTier.write_batch)

@@ -35,17 +35,25 @@ from typing import IO, Any
 import grpc
 from common import Figure, argument_parser, finish, interleave, throughput
 
-from kvtier.cluster import exchange_local
-from kvtier.cluster import exchange_wire as wire
-from kvtier.cluster.exchange import PageExchangeProcess, keep_freed_memory
-from kvtier.cluster.exchange_channels import GrpcChannel
-from kvtier.cluster.exchange_client import Run
-from kvtier.cluster.exchange_local import LocalChannel
-from kvtier.cluster.exchange_sink import SlotSink
-from kvtier.tier.base import Place
-from kvtier.tier.host import HostTier
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import (
+from kvtier.cluster.transfer import local as exchange_local
+from kvtier.cluster.transfer import wire
+from kvtier.cluster.transfer.actor import PageExchangeProcess, keep_freed_memory
+from kvtier.cluster.transfer.channels import GrpcChannel
+from kvtier.cluster.transfer.client import Run
+from kvtier.cluster.transfer.local import LocalChannel
+from kvtier.cluster.transfer.sink import SlotSink
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    Envelope,
+    PageKey,
+    RootKey,
+    page_checksum,
+    slot_bytes,
+)
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import (
     Fetch,
     FetchPage,
     Grant,
@@ -56,9 +64,9 @@ from kvtier.tier.messages import (
     ToWorker,
     WantSlots,
 )
-from kvtier.tier.page import ALIGN_BYTES, HEADER_BYTES, Envelope, PageKey, RootKey, page_checksum, slot_bytes
-from kvtier.tier.peer import FRAME_BYTES, PagesRequest, request_of
-from kvtier.tier.service import CacheService
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
+from kvtier.tier.transport.frames import FRAME_BYTES, PagesRequest, request_of
 
 ROOT, TENANT, SPEC, VARIANT = b"r" * 32, b"t" * 16, b"s" * 16, "bf16"
 SECRET = "of the bench"

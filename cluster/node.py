@@ -14,22 +14,22 @@ from typing import Any, Literal
 
 import ray
 
-from kvtier.cluster.l4_folders import kept_in, l4_folder, l4_refusal
-from kvtier.tier.base import Outcome, PageInfo, Uncleared
-from kvtier.tier.by_key import HeldKeys, split_keys
-from kvtier.tier.clear_file import mark_unused
-from kvtier.tier.events import HintWrong, HoldsChanged
-from kvtier.tier.feed import KEY_BYTES, Feed, Source
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.outcomes import Cleared, ManyOutcomes
-from kvtier.tier.page import TierName
-from kvtier.tier.recorder import RecordingStatus, file_of
-from kvtier.tier.records import Limits
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.service import CacheService, ServiceStopped
+from kvtier.cluster.machines.l4_folders import kept_in, l4_folder, l4_refusal
+from kvtier.tier.node.service import CacheService, ServiceStopped
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import HintWrong, HoldsChanged
+from kvtier.tier.protocol.key_query import HeldKeys, split_keys
+from kvtier.tier.protocol.kv_events import KEY_BYTES, Feed, Source
+from kvtier.tier.protocol.results import Cleared, ManyOutcomes
+from kvtier.tier.record.writer import RecordingStatus, file_of
 from kvtier.tier.stats import Snapshot
+from kvtier.tier.stores.base import Outcome, PageInfo, Uncleared
+from kvtier.tier.stores.ssd.clear_file import mark_unused
 from kvtier.workers.actor import sender_to
-from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
+from kvtier.workers.engine.kv_publisher import Holds, Outlet, Publisher, PublishError
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ MIN_QUANTIZED_PAGE_TOKENS = 16
 
 
 class Format(IntEnum):
-    """How a page stores its numbers; the codes are those of all kernels. tier/page.py describes the formats."""
+    """How a page stores its numbers; the codes are those of all kernels. tier/pages/page.py describes the formats."""
 
     RAW = 0  # in the layout's dtype, as they are
     FP8 = 1

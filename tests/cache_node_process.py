@@ -7,7 +7,7 @@ import sys
 
 from waiting import cpu_s
 
-from kvtier.tier.service import CacheService
+from kvtier.tier.node.service import CacheService
 
 
 def main() -> None:

@@ -14,10 +14,13 @@ from typing import Any
 
 import msgspec
 
-from kvtier.tier import ipc
-from kvtier.tier.base import CatalogueEntry, Outcome, Place, SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import ALIGN_BYTES, Envelope, TierName, slot_bytes
+from kvtier.tier.pages.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol import ipc
+from kvtier.tier.protocol.events import (
     Answer,
     BeginClear,
     CatchUp,
@@ -50,8 +53,7 @@ from kvtier.tier.events import (
     WriteFailed,
     WritePage,
 )
-from kvtier.tier.message_rules import needs_of
-from kvtier.tier.messages import (
+from kvtier.tier.protocol.messages import (
     Arena,
     ArenaGone,
     CancelFetch,
@@ -94,11 +96,9 @@ from kvtier.tier.messages import (
     Welcome,
     WriteMode,
 )
-from kvtier.tier.page import ALIGN_BYTES, Envelope, TierName, slot_bytes
-from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds
-from kvtier.tier.records import Limits
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.slots import HostSlots, host_slots
+from kvtier.tier.protocol.rules import needs_of
+from kvtier.tier.stores.base import CatalogueEntry, Outcome, Place, SegmentAllocator
+from kvtier.tier.stores.host_slots import HostSlots, host_slots
 
 PAYLOAD_BYTES = 4096
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -218,7 +218,7 @@ def chain_of(
 
 
 def can_serve(need: ChainNeeds, present: bytes, pages: int, position: int, page_tokens: int) -> bool:
-    """The rule of tier/recipe.py, page by page: do these pages serve rows from `position` on?"""
+    """The rule of tier/pages/recipe.py, page by page: do these pages serve rows from `position` on?"""
     return all(
         present[page] & wanted_bits(need, page, position, page_tokens)
         for page in range(pages)

@@ -9,9 +9,9 @@ from typing import Any
 
 from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES
 
-from kvtier.tier.clear_file import ClearFile
-from kvtier.tier.service import CacheService
-from kvtier.tier.ssd import SsdTier
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.stores.ssd.clear_file import ClearFile
+from kvtier.tier.stores.ssd.store import SsdTier
 
 
 def die(*_: Any, **__: Any) -> None:

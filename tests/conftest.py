@@ -42,6 +42,6 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of SmolLM2-135M-Instruct, pulled once into the user's cache as `kvtier model pull` does."""
-    from kvtier.workers.model_store import default_cache, pull
+    from kvtier.workers.models.files.store import default_cache, pull
 
     return pull("smollm2-135m-instruct", cache=default_cache())

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from waiting import until
 
-from kvtier.workers.model_store import default_cache
+from kvtier.workers.models.files.store import default_cache
 
 DEADLINE_S = 600.0  # of a busy machine; no law hangs on it
 

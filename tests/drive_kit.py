@@ -11,7 +11,7 @@ from gateway_kit import EchoWorker, Served, serving
 from waiting import eventually, until
 
 from kvtier.cli.client import Client, completion, connect
-from kvtier.workers.model_text import Text
+from kvtier.workers.models.text import Text
 
 
 class Drive:

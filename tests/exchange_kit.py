@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import (
+from kvtier.tier.pages.page import PACKED_ENVELOPE_BYTES, Envelope
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Fetch,
@@ -26,7 +27,6 @@ from kvtier.tier.messages import (
     StoredPage,
     ToWorker,
 )
-from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope
 
 
 @dataclass

@@ -16,16 +16,13 @@ from typing import Any
 
 import lmdb
 
-from kvtier.tier import (
-    lmdb_format,
-    slab,
-    ssd,
-    ssd_aside,
-    ssd_heal,
-    ssd_layout,
-    ssd_lmdb,
-    ssd_moves,
-)
+from kvtier.tier.stores.ssd import aside as ssd_aside
+from kvtier.tier.stores.ssd import catalogue as ssd_lmdb
+from kvtier.tier.stores.ssd import healing as ssd_heal
+from kvtier.tier.stores.ssd import layout as ssd_layout
+from kvtier.tier.stores.ssd import lmdb_format, slab
+from kvtier.tier.stores.ssd import moves as ssd_moves
+from kvtier.tier.stores.ssd import store as ssd
 
 MODULES = (lmdb_format, slab, ssd, ssd_aside, ssd_heal, ssd_layout, ssd_lmdb, ssd_moves)
 REPLACED = ("os", "fcntl", "mmap", "lmdb")

@@ -12,23 +12,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway_cache import CacheVerbs, Node
-from kvtier.cluster.gateway_clears import Clearer, ClearRecord
-from kvtier.cluster.gateway_core import GatewayCore
-from kvtier.cluster.gateway_holders import Holders, HoldersPort
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.gateway_server import GatewayServer
+from kvtier.cluster.config.deployment import GrpcConfig
+from kvtier.cluster.gateway.admission import GatewayCore
+from kvtier.cluster.gateway.cache_api.cache import CacheVerbs, Node
+from kvtier.cluster.gateway.cache_api.clears import Clearer, ClearRecord
+from kvtier.cluster.gateway.owners.locations import Holders, HoldersPort
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.cluster.gateway.server import GatewayServer
 from kvtier.proto import inference_pb2
-from kvtier.tier.base import Outcome, PageInfo, Uncleared
-from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
-from kvtier.tier.clears import Clears
-from kvtier.tier.outcomes import Cleared, ManyOutcomes
-from kvtier.tier.page import TierName
-from kvtier.tier.recorder import RecordingStatus, file_of
-from kvtier.tier.recording import RecordingError
+from kvtier.tier.pages.clear_epochs import Clears
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.key_query import HeldKeys, keys_with, split_keys
+from kvtier.tier.protocol.results import Cleared, ManyOutcomes
+from kvtier.tier.record.format import RecordingError
+from kvtier.tier.record.writer import RecordingStatus, file_of
 from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
-from kvtier.workers.api import (
+from kvtier.tier.stores.base import Outcome, PageInfo, Uncleared
+from kvtier.workers.models.text import Text, tokenizer_digest
+from kvtier.workers.requests.api import (
     DEFAULT_SAMPLING,
     EngineRequest,
     Explanation,
@@ -42,7 +43,6 @@ from kvtier.workers.api import (
     Usage,
     WorkerInfo,
 )
-from kvtier.workers.model_text import Text, tokenizer_digest
 
 EOS, IM_START = 256, 257
 VOCAB_SIZE = 300  # 258 tokens of the tokenizer; the rest is padding, as real models have it
@@ -279,7 +279,7 @@ class EchoWorker:
         return deepcopy(self.counters)
 
     async def pages(self, tenant: str | bytes | None, tier: TierName | None, limit: int) -> list[PageInfo]:
-        from kvtier.tier.identity import tenant_digest
+        from kvtier.tier.pages.identity import tenant_digest
 
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         wanted = None if digest is None else digest.hex()
@@ -323,7 +323,7 @@ class EchoWorker:
         ]
 
     async def clear(self, tenant: str | bytes | None, number: int) -> Cleared:
-        from kvtier.tier.identity import tenant_digest
+        from kvtier.tier.pages.identity import tenant_digest
 
         self.applied.note(tenant_digest(tenant) if isinstance(tenant, str) else tenant, number)
         pages = await self.pages(tenant, None, 10**9)
@@ -381,7 +381,7 @@ def page_info(
     made_from: str = "",
 ) -> PageInfo:
     """One copy of a page."""
-    from kvtier.tier.identity import tenant_digest
+    from kvtier.tier.pages.identity import tenant_digest
 
     return PageInfo(
         key=key,

@@ -15,11 +15,13 @@ from unittest import mock
 
 import torch
 
-from kvtier.workers import model_expected, model_mla, model_transformers
-from kvtier.workers.group import GroupRunner, load_group
-from kvtier.workers.group_link import Child, Launch, launch_process
-from kvtier.workers.group_rank import serve
-from kvtier.workers.model_weights import Checkpoint
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.forwards import latent as model_mla
+from kvtier.workers.models.forwards import reference as model_expected
+from kvtier.workers.models.forwards import transformers as model_transformers
+from kvtier.workers.parallel.leader import GroupRunner, load_group
+from kvtier.workers.parallel.link import Child, Launch, launch_process
+from kvtier.workers.parallel.rank import serve
 
 PATIENCE_S = 120.0
 _CHUNK_BYTES = 1 << 20

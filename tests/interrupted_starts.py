@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from kvtier.cli import supervisor, up
-from kvtier.cluster.config import Config, load_config
+from kvtier.cluster.config.deployment import Config, load_config
 
 MOMENTS = frozenset(
     ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.kill", "subprocess.Popen", "socket.bind")
@@ -142,9 +142,9 @@ def tried(folder: Path, config: Config, numbers: dict[int, int]) -> tuple[int, d
 def run(folder: Path, config: Config, is_twice: bool) -> list[dict[str, Any]]:
     """Every moment of a start, with one signal, or with another at the next moment."""
     supervisor.TMP = folder / "tmp"
-    launch: Any = types.ModuleType("kvtier.cluster.launch")
+    launch: Any = types.ModuleType("kvtier.cluster.supervisor.launch")
     launch.Launched, launch.LaunchError = Launched, LaunchError
-    sys.modules["kvtier.cluster.launch"] = launch
+    sys.modules["kvtier.cluster.supervisor.launch"] = launch
     results, moments, at = [], 1, 0
     while at < moments:
         number = SIGNALS[at % len(SIGNALS)]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvtier.kernels.cpu.build import BuildError, find_compiler
 from kvtier.kernels.ops import NativeKernels, TorchKernels
-from kvtier.workers.model_store import default_cache
+from kvtier.workers.models.files.store import default_cache
 
 Kind = Literal["torch", "native", "portable"]
 

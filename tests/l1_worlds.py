@@ -9,10 +9,11 @@ from random import Random
 
 from scheduler_kit import TENANT, Machine, expected, tenancy_of
 
-from kvtier.tier import checkpoint
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import ChainNeeds, Recipe, Window
-from kvtier.tier.recording import (
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import ChainNeeds, Recipe, Window
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.record import checkpoint
+from kvtier.tier.record.format import (
     SUM_EVERY,
     VERSION,
     Alias,
@@ -21,13 +22,12 @@ from kvtier.tier.recording import (
     RecordingWriter,
     code_digest,
 )
-from kvtier.tier.rerun import Verdict, Watch, rerun
-from kvtier.tier.score import PolicySettings
-from kvtier.workers.api import FinishReason
-from kvtier.workers.l1 import L1
-from kvtier.workers.l1_events import Pin, Remove, Unpin
-from kvtier.workers.recorded_l1 import MODULES, WORKER, hiding_machine
-from kvtier.workers.sequence import Tenancy
+from kvtier.tier.record.rerun import Verdict, Watch, rerun
+from kvtier.workers.requests.api import FinishReason
+from kvtier.workers.requests.sequence import Tenancy
+from kvtier.workers.scheduling.l1 import L1
+from kvtier.workers.scheduling.l1_events import Pin, Remove, Unpin
+from kvtier.workers.scheduling.recorded import MODULES, WORKER, hiding_machine
 
 RAW, INT8, INT4C = PageFormat.FP32, PageFormat.INT8, PageFormat.INT4C
 SALT = b"salt of these tests"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kvtier.kernels.ops import Format, KVLayout, Record
-from kvtier.tier.page import PageFormat, PageSpec
+from kvtier.tier.pages.page import PageFormat, PageSpec
 
 RAW = {torch.float32: PageFormat.FP32, torch.bfloat16: PageFormat.BF16, torch.float16: PageFormat.FP16}
 STORED = {

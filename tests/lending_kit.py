@@ -13,13 +13,13 @@ import numpy as np
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, caching, serving, settle, tiny_runner
 
-from kvtier.tier.hbm import Arena
-from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.service import CacheService
+from kvtier.tier.l1.arena import Arena
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
 from kvtier.tier.stats import TierCounters
-from kvtier.workers.copier import PageCopies
-from kvtier.workers.frame_checks import DeviceChecks
+from kvtier.workers.paging.copier import PageCopies
+from kvtier.workers.paging.frame_checks import DeviceChecks
 
 LRU = PolicySettings(name="lru")
 NOTHING = 0.01  # of a small L1: a worker with this share lends no frame, and borrows

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from peer_stub import StubNode, envelope_of, exchange, payload_of, stub
 
-from kvtier.cluster import exchange_wire as wire
-from kvtier.cluster.exchange import PageExchangeProcess
+from kvtier.cluster.transfer import wire
+from kvtier.cluster.transfer.actor import PageExchangeProcess
 from kvtier.proto import page_transfer_pb2
-from kvtier.tier.peer import page_head
+from kvtier.tier.transport.frames import page_head
 
 NBYTES = 4096
 Frames = Callable[[page_transfer_pb2.FetchRequest, grpc.ServicerContext], Iterator[bytes]]

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from kvtier.tier import messages as m
-from kvtier.tier.page import PageFormat
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.protocol import messages as m
 
 KEY, OTHER_KEY, DIGEST = b"k" * 32, b"l" * 32, b"d" * 16
 GRANT = m.Grant(3, 7, 4096)

@@ -12,9 +12,18 @@ import msgspec
 import numpy as np
 from waiting import until
 
-from kvtier.tier.identity import TokenIds, content_digest, page_keys, root_key, tenant_digest, tenant_salt
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import (
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.identity import (
+    TokenIds,
+    content_digest,
+    page_keys,
+    root_key,
+    tenant_digest,
+    tenant_salt,
+)
+from kvtier.tier.pages.page import HEADER_BYTES, Envelope, PageKey, RootKey, page_checksum, slot_bytes
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Grant,
@@ -31,8 +40,6 @@ from kvtier.tier.messages import (
     ToWorker,
     WantSlots,
 )
-from kvtier.tier.page import HEADER_BYTES, Envelope, PageKey, RootKey, page_checksum, slot_bytes
-from kvtier.tier.service import CacheService
 
 PAYLOAD_BYTES = 16 * 1024
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)

@@ -10,12 +10,19 @@ from typing import Any
 
 from waiting import PATIENCE_S, until
 
-from kvtier.cluster.exchange import PageExchangeProcess
-from kvtier.tier.base import Place
-from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
-from kvtier.tier.host import HostTier
-from kvtier.tier.ipc import NodeServer
-from kvtier.tier.messages import (
+from kvtier.cluster.transfer.actor import PageExchangeProcess
+from kvtier.tier.pages.page import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    Envelope,
+    PageKey,
+    RootKey,
+    page_checksum,
+    slot_bytes,
+)
+from kvtier.tier.protocol.events import FromWorker, WorkerGone, WorkerRef
+from kvtier.tier.protocol.ipc import NodeServer
+from kvtier.tier.protocol.messages import (
     CancelFetch,
     Copied,
     Fetch,
@@ -34,15 +41,8 @@ from kvtier.tier.messages import (
     ToWorker,
     Welcome,
 )
-from kvtier.tier.page import (
-    ALIGN_BYTES,
-    HEADER_BYTES,
-    Envelope,
-    PageKey,
-    RootKey,
-    page_checksum,
-    slot_bytes,
-)
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
 
 VARIANT, SPEC = "bf16", b"spec of tests..."
 ROOT, TENANT = bytes(range(32)), b"tenant of tests."

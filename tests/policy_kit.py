@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvtier.tier.prefix import PrefixIndex
-from kvtier.tier.score import Lru, Row, Use
+from kvtier.tier.l1.prefix import PrefixIndex
+from kvtier.tier.policy.base import Lru, Row, Use
 
 
 class Strict(Lru):

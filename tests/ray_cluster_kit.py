@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from kvtier.cluster.leftovers import remove
+from kvtier.cluster.machines.leftovers import remove
 
 OBJECT_STORE_BYTES = 80 * 2**20
 

@@ -22,12 +22,14 @@ from cache_world import (
     tenant_of,
 )
 
-from kvtier.tier import checkpoint
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Clear, ClearPages, Command, Event, Evict, Pin, Unpin, Verify
-from kvtier.tier.page import TierName
-from kvtier.tier.recorded_node import MODULES, NODE
-from kvtier.tier.recording import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.recording import MODULES, NODE
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import Clear, ClearPages, Command, Event, Evict, Pin, Unpin, Verify
+from kvtier.tier.record import checkpoint
+from kvtier.tier.record.format import (
     SUM_EVERY,
     VERSION,
     Alias,
@@ -36,9 +38,7 @@ from kvtier.tier.recording import (
     RecordingWriter,
     code_digest,
 )
-from kvtier.tier.records import Limits
-from kvtier.tier.rerun import Verdict, Watch, rerun
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.record.rerun import Verdict, Watch, rerun
 
 PATHS = ["aaaa", "aaab", "aa", "abbbb", "b"]
 TENANTS = ["ada", "ada", "bob"]

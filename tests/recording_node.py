@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from gateway_kit import EchoWorker, echo_info
 
-from kvtier.tier.recorder import RecordingStatus, file_of
-from kvtier.tier.service import CacheService
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.record.writer import RecordingStatus, file_of
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import Window
-from kvtier.workers.formats import FORMAT_CODES, largest_page_bytes
-from kvtier.workers.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import Window
+from kvtier.workers.models.formats import FORMAT_CODES, largest_page_bytes
+from kvtier.workers.runner.runner import GroupPages, IntArray, Runner, SequenceRows, StepBatch, load_runner
 
 NO_WINDOW = Window()
 

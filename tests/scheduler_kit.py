@@ -9,18 +9,20 @@ from random import Random
 
 from policy_kit import Strict
 
-from kvtier.tier.identity import page_keys
-from kvtier.tier.messages import Missing, PageRef
-from kvtier.tier.page import PageFormat, PageKey, RootKey, TierName
-from kvtier.tier.policies import make_policy
-from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, longest_hit
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import Policy, PolicySettings, ScoreWeights
-from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
-from kvtier.workers.formats import FORMAT_CODES
-from kvtier.workers.frames import Convert, CopyHead, Move, Op, PageRecord, SaveState
-from kvtier.workers.l1 import L1
-from kvtier.workers.l1_events import (
+from kvtier.tier.pages.identity import page_keys
+from kvtier.tier.pages.page import PageFormat, PageKey, RootKey, TierName
+from kvtier.tier.pages.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, longest_hit
+from kvtier.tier.policy.base import Policy, PolicySettings, ScoreWeights
+from kvtier.tier.policy.registry import make_policy
+from kvtier.tier.policy.rvi.policy import Rvi
+from kvtier.tier.protocol.messages import Missing, PageRef
+from kvtier.workers.models.formats import FORMAT_CODES
+from kvtier.workers.paging.frames import Convert, CopyHead, Move, Op, PageRecord, SaveState
+from kvtier.workers.paging.page_table import PageTable
+from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
+from kvtier.workers.requests.sequence import Load, Request, Sequence, SequenceState, Tenancy
+from kvtier.workers.scheduling.l1 import L1
+from kvtier.workers.scheduling.l1_events import (
     Add,
     Arrive,
     ClearTree,
@@ -44,9 +46,7 @@ from kvtier.workers.l1_events import (
     TakeDue,
     TakeOps,
 )
-from kvtier.workers.page_table import PageTable
-from kvtier.workers.scheduler import PREEMPTION, SPARED_AFTER, DemotedPage, Row, Scheduler, Step
-from kvtier.workers.sequence import Load, Request, Sequence, SequenceState, Tenancy
+from kvtier.workers.scheduling.scheduler import PREEMPTION, SPARED_AFTER, DemotedPage, Row, Scheduler, Step
 
 VOCAB = 50
 LONGEST = 1 << 24

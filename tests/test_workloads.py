@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.lab.traces.files import load_trace
 from kvtier.lab.traces.trace import Source, Trace, read_trace
-from kvtier.tier.score import Kind
+from kvtier.tier.policy.base import Kind
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "workloads.py"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.tier.base import CatalogueEntry, Place, Tier
-from kvtier.tier.page import Envelope, PageKey, RootKey, page_checksum, slot_bytes
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, page_checksum, slot_bytes
+from kvtier.tier.stores.base import CatalogueEntry, Place, Tier
 
 SPEC = b"spec of tests..."
 TENANT = b"tenant of tests."

@@ -12,10 +12,10 @@ from typing import cast
 
 from tier_pages import VARIANT, entry_of, page_key, write_page
 
-from kvtier.tier.base import CatalogueEntry, Place
-from kvtier.tier.page import slot_bytes
-from kvtier.tier.ssd import open_ssd
-from kvtier.tier.ssd_layout import Store
+from kvtier.tier.pages.page import slot_bytes
+from kvtier.tier.stores.base import CatalogueEntry, Place
+from kvtier.tier.stores.ssd.layout import Store
+from kvtier.tier.stores.ssd.store import open_ssd
 
 BATCH = 4
 

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from waiting import until
 
-from kvtier.tier.base import Place
-from kvtier.tier.identity import tenant_salt
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import Hello, WriteMode
-from kvtier.tier.page import (
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.tier.pages.page import (
     ALIGN_BYTES,
     HEADER_BYTES,
     Envelope,
@@ -25,10 +23,19 @@ from kvtier.tier.page import (
     TierName,
     slot_bytes,
 )
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprobs, Usage
-from kvtier.workers.runner import Runner, StepBatch, load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import Hello, WriteMode
+from kvtier.tier.stores.base import Place
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.requests.api import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from kvtier.workers.runner.runner import Runner, StepBatch, load_runner
 
 PATIENCE_S = 120.0
 PAGE_TOKENS = 16

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from kvtier.tier.page import TierName
+from kvtier.tier.pages.page import TierName
 
 LATENCY_SAMPLES = 1024  # of the latest loads, for the percentiles
 

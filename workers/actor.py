@@ -14,24 +14,31 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.exceptions import RayError
 
-from kvtier.tier.base import Outcome, PageInfo
-from kvtier.tier.by_key import HeldKeys, keys_with, split_keys
-from kvtier.tier.feed import Batch, Feed, Reply, Source
-from kvtier.tier.identity import tenant_salt
-from kvtier.tier.messages import WriteMode
-from kvtier.tier.outcomes import Cleared, ManyOutcomes
-from kvtier.tier.page import TierName
-from kvtier.tier.recorder import RecordingStatus, file_of
-from kvtier.tier.score import PolicySettings, ScoreWeights
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings, ScoreWeights
+from kvtier.tier.protocol.key_query import HeldKeys, keys_with, split_keys
+from kvtier.tier.protocol.kv_events import Batch, Feed, Reply, Source
+from kvtier.tier.protocol.messages import WriteMode
+from kvtier.tier.protocol.results import Cleared, ManyOutcomes
+from kvtier.tier.record.writer import RecordingStatus, file_of
 from kvtier.tier.stats import Snapshot
-from kvtier.workers.api import EngineRequest, Explanation, Output, QueueFull, WorkerInfo, WorkerStopped
-from kvtier.workers.limits import cores_here
-from kvtier.workers.outputs import OutputSender
-from kvtier.workers.publisher import Holds, Outlet, Publisher, PublishError
+from kvtier.tier.stores.base import Outcome, PageInfo
+from kvtier.workers.engine.kv_publisher import Holds, Outlet, Publisher, PublishError
+from kvtier.workers.engine.outputs import OutputSender
+from kvtier.workers.machine.limits import cores_here
+from kvtier.workers.requests.api import (
+    EngineRequest,
+    Explanation,
+    Output,
+    QueueFull,
+    WorkerInfo,
+    WorkerStopped,
+)
 
 if TYPE_CHECKING:
-    from kvtier.workers.group import GroupRunner
-    from kvtier.workers.worker import DecodeWorker
+    from kvtier.workers.engine.worker import DecodeWorker
+    from kvtier.workers.parallel.leader import GroupRunner
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +155,9 @@ class DecodeWorkerProcess:
     ) -> None:
         # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
         from kvtier.kernels.memory import raise_malloc_thresholds
-        from kvtier.workers.group import GroupRunner, load_group
-        from kvtier.workers.runner import load_runner
-        from kvtier.workers.worker import DecodeWorker
+        from kvtier.workers.engine.worker import DecodeWorker
+        from kvtier.workers.parallel.leader import GroupRunner, load_group
+        from kvtier.workers.runner.runner import load_runner
 
         raise_malloc_thresholds()
         is_group = tensor_parallel > 1

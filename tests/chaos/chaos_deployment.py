@@ -19,8 +19,8 @@ from deployment_kit import Shell
 from waiting import eventually, until
 
 from kvtier.cli.client import Client, ClientError, connect
-from kvtier.tier.lent_frames import STOCK_PARTS
-from kvtier.workers.node_link import STOCK_SHARE
+from kvtier.tier.node.state.peer_frames import STOCK_PARTS
+from kvtier.workers.node_io.node_link import STOCK_SHARE
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_NODES, ONE_NODE = ROOT / "cluster" / "two-nodes.yaml", ROOT / "cluster" / "local.yaml"

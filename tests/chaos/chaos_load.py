@@ -17,7 +17,7 @@ from worker_kit import Client as WorkerClient
 from worker_kit import serving
 
 from kvtier.cli.client import ClientError, connect
-from kvtier.workers.runner import load_runner
+from kvtier.workers.runner.runner import load_runner
 
 DEADLINE_S = 120.0  # of each request
 PATIENCE_S = 600.0  # of a loaded machine; no law hangs on it

@@ -13,13 +13,13 @@ from chaos_root import Disk, Unable, disk
 from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES, Peer, wait_until
 from tier_pages import VARIANT, entry_of, page_key, write_page
 
-from kvtier.cluster.l4_folders import l4_folder
+from kvtier.cluster.machines.l4_folders import l4_folder
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.tier.base import Outcome, Place
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.ssd import open_ssd
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.pages.page import TierName, slot_bytes
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.stores.base import Outcome, Place
+from kvtier.tier.stores.ssd.store import open_ssd
 
 DISK_BYTES = 40 << 20
 both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])

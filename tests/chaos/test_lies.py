@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peer_stub import envelope_of, exchange, key_of, payload_of, stub
 
-from kvtier.cluster import exchange_sender
-from kvtier.tier.page import Envelope, PageCorrupt
-from kvtier.tier.peer import page_head
+from kvtier.cluster.transfer import sender as exchange_sender
+from kvtier.tier.pages.page import Envelope, PageCorrupt
+from kvtier.tier.transport.frames import page_head
 
 HOOKS = Path(__file__).parent / "hooks"
 sys.path.insert(0, str(HOOKS))

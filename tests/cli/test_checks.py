@@ -17,11 +17,11 @@ from tiny_models import make_tiny_gemma3, make_tiny_llama
 from kvtier.cli import checks
 from kvtier.cli.checks import Check, folder_checks, limit_checks, memory_need, weights_bytes
 from kvtier.cli.folders import problem
-from kvtier.cluster.config import Config, load_config
-from kvtier.cluster.launch import LaunchError
-from kvtier.cluster.launch import _load as load
-from kvtier.cluster.stored import l1_notice, longest_in_l1
-from kvtier.workers.limits import Limits
+from kvtier.cluster.config.deployment import Config, load_config
+from kvtier.cluster.machines.stored_pages import l1_notice, longest_in_l1
+from kvtier.cluster.supervisor.launch import LaunchError
+from kvtier.cluster.supervisor.launch import _load as load
+from kvtier.workers.machine.limits import Limits
 
 GIB, MIB = 2**30, 2**20
 ROOMY = Limits(

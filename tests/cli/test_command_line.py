@@ -22,8 +22,8 @@ from kvtier.cli.client import Chunk, Client, ClientError
 from kvtier.cli.common import out, settings
 from kvtier.cli.state import Deployment, StateFolder
 from kvtier.cli.supervisor import cannot_listen
-from kvtier.cluster.config import load_config
-from kvtier.workers.model_store import ModelError, resolve
+from kvtier.cluster.config.deployment import load_config
+from kvtier.workers.models.files.store import ModelError, resolve
 
 VERBS = [
     *(["up"], ["down"], ["status"], ["generate"], ["stats"], ["explain"], ["doctor"], ["demo"], ["quality"]),

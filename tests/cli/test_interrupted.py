@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.kernels.cpu.build import load_library
-from kvtier.workers.model_store import default_cache
+from kvtier.workers.models.files.store import default_cache
 
 TESTS = Path(__file__).resolve().parents[1]
 

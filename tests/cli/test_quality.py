@@ -33,9 +33,9 @@ from kvtier.lab.quality import (
     measure,
     read_contexts,
 )
-from kvtier.tier.page import PageFormat
-from kvtier.workers.model_text import Text
-from kvtier.workers.runner import Runner
+from kvtier.tier.pages.page import PageFormat
+from kvtier.workers.models.text import Text
+from kvtier.workers.runner.runner import Runner
 
 CONTEXT = 400
 WORDS = ("alice", "rabbit", "said", "the", "queen", "of", "hearts", "and", "they", "were", "curious", "then")

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
-from kvtier.cluster import leftovers
-from kvtier.cluster.leftovers import alive, descendants, end, stamp_of
+from kvtier.cluster.machines import leftovers
+from kvtier.cluster.machines.leftovers import alive, descendants, end, stamp_of
 
 HOLDER = """
 import sys, time
@@ -72,7 +72,7 @@ STOPPED = """
 import os, signal, sys
 from pathlib import Path
 from kvtier.cli.state import Deployment, StateFolder
-from kvtier.cluster.leftovers import stamp_of
+from kvtier.cluster.machines.leftovers import stamp_of
 folder = StateFolder(Path(sys.argv[1]))
 assert folder.claim()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -106,8 +106,8 @@ STOPPING = """
 import subprocess
 from types import SimpleNamespace
 from kvtier.cli.supervisor import Supervisor
-from kvtier.cluster.config import Config
-from kvtier.cluster.leftovers import stamp_of
+from kvtier.cluster.config.deployment import Config
+from kvtier.cluster.machines.leftovers import stamp_of
 nothing = lambda *_: None
 supervisor = Supervisor(Config(), SimpleNamespace(step=nothing, notice=nothing))
 assert supervisor._folder.claim()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvtier.cluster import node as node_module
-from kvtier.cluster.actors import Actors
-from kvtier.cluster.config import load_config
-from kvtier.cluster.homes import Home
+from kvtier.cluster.config.deployment import load_config
+from kvtier.cluster.machines.homes import Home
+from kvtier.cluster.machines.node_probe import Ground
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.cluster.scout import Ground
-from kvtier.tier.page import slot_bytes
+from kvtier.cluster.supervisor.actors import Actors
+from kvtier.tier.pages.page import slot_bytes
 
 
 def test_the_deadline_of_transfers_is_that_of_a_nodes_fetches(

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from peer_stub import SECRET, stub
 
-from kvtier.cluster.addresses import bind_error, is_own, own_address, unreachable
-from kvtier.cluster.exchange import PageExchangeProcess
-from kvtier.cluster.exchange_wire import why_not_bound
-from kvtier.workers.endpoints import Endpoint
+from kvtier.cluster.machines.addresses import bind_error, is_own, own_address, unreachable
+from kvtier.cluster.transfer.actor import PageExchangeProcess
+from kvtier.cluster.transfer.wire import why_not_bound
+from kvtier.workers.machine.endpoints import Endpoint
 
 NOBODYS = "203.0.113.0/24"  # set apart for documentation
 

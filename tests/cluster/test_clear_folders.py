@@ -9,9 +9,9 @@ from pathlib import Path
 from node_kit import PAYLOAD_BYTES, SLOT_BYTES, SMALL_BYTES, Peer, wait_until
 
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.tier.outcomes import Cleared
-from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.results import Cleared
 
 
 @contextmanager

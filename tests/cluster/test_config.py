@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from kvtier.cluster.config import Config, ConfigError, load_config
-from kvtier.cluster.config_nodes import WorkerConfig
-from kvtier.cluster.config_values import parse_bytes
+from kvtier.cluster.config.deployment import Config, ConfigError, load_config
+from kvtier.cluster.config.nodes import WorkerConfig
+from kvtier.cluster.config.values import parse_bytes
 
 FOLDER = Path(__file__).resolve().parents[2] / "cluster"
 LOCAL = FOLDER / "local.yaml"

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.cluster.directory_core import FORGET_S, LEASE_S, MAX_HELD, DirectoryCore
-from kvtier.cluster.held import Held
-from kvtier.tier.feed import KEY_BYTES, Batch, Change, Source
-from kvtier.tier.page import TierName
+from kvtier.cluster.directory.core import FORGET_S, LEASE_S, MAX_HELD, DirectoryCore
+from kvtier.cluster.directory.locations import Held
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.kv_events import KEY_BYTES, Batch, Change, Source
 
 L1, L2, L3, L4 = TierName.HBM, TierName.PEER, TierName.HOST, TierName.SSD
 NODE = Source("node:n0", "life", "n0", "", "host:1")

@@ -14,15 +14,15 @@ from ray.exceptions import RayError
 from small_ray import kill, small_ray
 from waiting import until
 
-from kvtier.cluster.directory import Directory
-from kvtier.cluster.held import Held
+from kvtier.cluster.directory.actor import Directory
+from kvtier.cluster.directory.locations import Held
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.tier.feed import KEY_BYTES, Feed, Source
-from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.kv_events import KEY_BYTES, Feed, Source
 from kvtier.workers.actor import DecodeWorkerProcess, sender_to
-from kvtier.workers.api import EngineRequest, SamplingParams
-from kvtier.workers.publisher import Publisher, PublishError
+from kvtier.workers.engine.kv_publisher import Publisher, PublishError
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
 
 L1, L3 = TierName.HBM, TierName.HOST
 PAGE_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # of the tiny Llama
@@ -161,6 +161,6 @@ def _known(directory: Any, keys: bytes, pages: int) -> list[Held]:
 
 
 def _preemption() -> Any:
-    from kvtier.workers.scheduler import PREEMPTION
+    from kvtier.workers.scheduling.scheduler import PREEMPTION
 
     return PREEMPTION

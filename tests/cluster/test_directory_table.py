@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster import directory_table
-from kvtier.cluster.directory_slots import Keys
-from kvtier.cluster.directory_table import DirectoryTable, bits_of, leading
+from kvtier.cluster.directory.actor import table as directory_table
+from kvtier.cluster.directory.hash_table import Keys
+from kvtier.cluster.directory.table import DirectoryTable, bits_of, leading
 
 HOLDERS = st.integers(0, 70)
 # Few enough to meet again; the multiples begin to look for their slots at the same one.

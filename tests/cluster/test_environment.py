@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.cluster.environment import prepare
+from kvtier.cluster.machines.environment import prepare
 
 
 def test_a_users_own_niceness_of_workers_is_kept() -> None:

@@ -25,12 +25,13 @@ from peer_stub import (
 )
 from waiting import until
 
-from kvtier.cluster import exchange_channels, exchange_wire
-from kvtier.cluster.exchange import PageExchangeProcess
-from kvtier.cluster.exchange_node import is_damaged
-from kvtier.cluster.exchange_wire import TlsFiles
-from kvtier.tier.messages import Grant, HostPage
-from kvtier.tier.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, page_checksum
+from kvtier.cluster.transfer import channels as exchange_channels
+from kvtier.cluster.transfer import wire as exchange_wire
+from kvtier.cluster.transfer.actor import PageExchangeProcess
+from kvtier.cluster.transfer.node_link import is_damaged
+from kvtier.cluster.transfer.wire import TlsFiles
+from kvtier.tier.pages.page import HEADER_BYTES, PACKED_ENVELOPE_BYTES, page_checksum
+from kvtier.tier.protocol.messages import Grant, HostPage
 
 
 class Pair:

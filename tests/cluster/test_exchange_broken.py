@@ -13,7 +13,7 @@ import pytest
 from peer_stub import exchange, stub
 from waiting import until
 
-from kvtier.cluster import exchange_client
+from kvtier.cluster.transfer import client as exchange_client
 
 
 def test_a_fault_in_a_run_is_logged_and_counted_and_blames_no_peer(
@@ -79,9 +79,9 @@ def test_a_deciding_thread_that_stands_still_gives_no_pulse(
 def test_when_the_deciding_thread_has_a_fault_the_process_ends() -> None:
     program = (
         "import threading\n"
-        "from kvtier.cluster.exchange_channels import Channels\n"
-        "from kvtier.cluster.exchange_client import Fetcher\n"
-        "from kvtier.tier.peer_runs import FetchLimits, PeerRuns\n"
+        "from kvtier.cluster.transfer.channels import Channels\n"
+        "from kvtier.cluster.transfer.client import Fetcher\n"
+        "from kvtier.tier.transport.fetch_runs import FetchLimits, PeerRuns\n"
         "def fault(*_): raise KeyError('a fault of ours')\n"
         "PeerRuns.handle = fault\n"
         "fetcher = Fetcher(FetchLimits(), Channels('n0', 'w', 's', print), print)\n"
@@ -96,7 +96,7 @@ def test_when_the_deciding_thread_has_a_fault_the_process_ends() -> None:
 def test_when_the_thread_of_the_nodes_connection_has_a_fault_the_process_ends() -> None:
     program = (
         "import threading\n"
-        "from kvtier.cluster.exchange_node import NodeLink, NodeSession\n"
+        "from kvtier.cluster.transfer.node_link import NodeLink, NodeSession\n"
         "def fault(*_): raise ValueError('a message that is none')\n"
         "NodeSession.connect = fault\n"
         "NodeLink('/nowhere', 'w', print, print, print).start(); threading.Event().wait(120)\n"

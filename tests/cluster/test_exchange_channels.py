@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvtier.cluster import exchange_channels
-from kvtier.cluster import exchange_wire as wire
-from kvtier.cluster.exchange_channels import ASK_LAST_S, MAX_IDLE, Channels
+from kvtier.cluster.transfer import channels as exchange_channels
+from kvtier.cluster.transfer import wire
+from kvtier.cluster.transfer.channels import ASK_LAST_S, MAX_IDLE, Channels
 from kvtier.proto import page_transfer_pb2
 
 

@@ -17,12 +17,12 @@ from lying_peer import GOOD, NBYTES, home_of, lying, page
 from peer_stub import SECRET, StubNode, envelope_of, exchange, key_of, payload_of, stub
 from waiting import until
 
-from kvtier.cluster import exchange_wire as wire
-from kvtier.cluster.exchange import PageExchangeProcess
-from kvtier.cluster.exchange_channels import Channels
+from kvtier.cluster.transfer import wire
+from kvtier.cluster.transfer.actor import PageExchangeProcess
+from kvtier.cluster.transfer.channels import Channels
 from kvtier.proto import page_transfer_pb2
-from kvtier.tier.peer import Ending
-from kvtier.tier.peer_record import OPEN_AFTER
+from kvtier.tier.transport.frames import Ending
+from kvtier.tier.transport.peer_health import OPEN_AFTER
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from lying_peer import GOOD, NBYTES, home_of, lying, page
 from peer_stub import envelope_of, exchange, key_of, stub
 
-from kvtier.cluster import exchange_wire as wire
-from kvtier.tier import peer_record
-from kvtier.tier.messages import REASONS
-from kvtier.tier.page import PageCorrupt, page_checksum
-from kvtier.tier.peer import Ending, Expected, PageHead, PageReader, PagesRequest, Piece
+from kvtier.cluster.transfer import wire
+from kvtier.tier.pages.page import PageCorrupt, page_checksum
+from kvtier.tier.protocol.messages import REASONS
+from kvtier.tier.transport import peer_health as peer_record
+from kvtier.tier.transport.frames import Ending, Expected, PageHead, PageReader, PagesRequest, Piece
 
 STREAM = GOOD + page(2) + page(3)
 

@@ -15,7 +15,8 @@ from node_kit import PAGE_TOKENS, PAYLOAD_BYTES, SLOT_BYTES, SPEC, Peer, payload
 from peer_stub import exchange
 from waiting import until
 
-from kvtier.tier.messages import (
+from kvtier.tier.pages.page import HEADER_BYTES, PageKey, TierName, page_checksum
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     HostPage,
@@ -28,8 +29,7 @@ from kvtier.tier.messages import (
     SavePages,
     Unsaved,
 )
-from kvtier.tier.page import HEADER_BYTES, PageKey, TierName, page_checksum
-from kvtier.tier.peer_record import OPEN_AFTER
+from kvtier.tier.transport.peer_health import OPEN_AFTER
 
 PAGES = 12
 
@@ -267,7 +267,7 @@ def worker(
 def node_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A CacheNode named `away` that can be killed."""
     program = (
-        "import sys, time; from kvtier.tier.service import CacheService\n"
+        "import sys, time; from kvtier.tier.node.service import CacheService\n"
         f"s = CacheService('away', {str(folder / 'run/sock')!r}, {PAYLOAD_BYTES}, {64 * SLOT_BYTES},"
         f" {str(folder / 'l4')!r}, {16 << 20}, min_payload_bytes={node_kit.SMALL_BYTES})\n"
         "s.start(); print('ready', flush=True); sys.stdin.read(); s.stop(1.0)\n"

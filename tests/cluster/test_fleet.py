@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.cluster.fleet import FIRST_ROWS, Fleet, Load
+from kvtier.cluster.routing.fleet import FIRST_ROWS, Fleet, Load
 
 NAMES = st.integers(0, 3 * FIRST_ROWS).map("w{}".format)
 

@@ -30,12 +30,13 @@ from gateway_kit import (
 from waiting import eventually
 
 from kvtier.cli.client import Client, ClientError, completion, connect
-from kvtier.cluster import gateway_requests, gateway_streams
-from kvtier.cluster.config import MAX_STREAM_PROMPT, GrpcConfig
+from kvtier.cluster.config.deployment import MAX_STREAM_PROMPT, GrpcConfig
+from kvtier.cluster.gateway.requests import reading as gateway_requests
+from kvtier.cluster.gateway.streams import streams as gateway_streams
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.workers.api import DEFAULT_SAMPLING, EngineRequest, FinishReason, Output, SamplingParams
-from kvtier.workers.model_sampling import recommended_sampling
-from kvtier.workers.model_text import Text, TextError
+from kvtier.workers.models.files.sampling import recommended_sampling
+from kvtier.workers.models.text import Text, TextError
+from kvtier.workers.requests.api import DEFAULT_SAMPLING, EngineRequest, FinishReason, Output, SamplingParams
 
 
 @pytest.fixture(scope="module")

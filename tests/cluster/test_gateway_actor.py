@@ -11,15 +11,15 @@ import pytest
 from gateway_kit import echo_info
 from ray.exceptions import RayActorError
 
-from kvtier.cluster import gateway
-from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway import GatewayActor, RayWorker
-from kvtier.cluster.gateway_holders import Addresses
-from kvtier.cluster.gateway_server import GatewayError
-from kvtier.cluster.life import Kind, Lost, Member
-from kvtier.cluster.watch import Part, Watch
+from kvtier.cluster.config.deployment import GrpcConfig
+from kvtier.cluster.gateway.actor import GatewayActor, RayWorker
+from kvtier.cluster.gateway.actor import actor as gateway
+from kvtier.cluster.gateway.owners.locations import Addresses
+from kvtier.cluster.gateway.server import GatewayError
+from kvtier.cluster.health.supervision import Kind, Lost, Member
+from kvtier.cluster.supervisor.watch import Part, Watch
 from kvtier.proto import inference_pb2
-from kvtier.workers.api import WorkerInfo
+from kvtier.workers.requests.api import WorkerInfo
 
 
 def handle(**methods: Callable[..., Awaitable[Any]]) -> Any:

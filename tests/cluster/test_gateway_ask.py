@@ -8,9 +8,9 @@ from itertools import pairwise
 import grpc
 import pytest
 
-from kvtier.cluster.gateway_ask import BEGUN_AT_ONCE, Call, Shared, answers_of, together
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.gateway_requests import Refusal
+from kvtier.cluster.gateway.owners.ask import BEGUN_AT_ONCE, Call, Shared, answers_of, together
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.cluster.gateway.requests.reading import Refusal
 
 
 def test_many_are_asked_at_once_but_few_are_begun_in_a_turn_of_the_loop() -> None:

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from gateway_kit import EchoWorker, echo_info
 
-from kvtier.cluster import gateway_attach
-from kvtier.cluster.gateway_attach import Attachments
-from kvtier.cluster.gateway_core import GatewayCore
-from kvtier.cluster.gateway_outputs import OutputReceiver
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.gateway_server import GatewayError
-from kvtier.workers.api import WorkerInfo
-from kvtier.workers.outputs import OutputSender
+from kvtier.cluster.gateway.actor import attach as gateway_attach
+from kvtier.cluster.gateway.admission import GatewayCore
+from kvtier.cluster.gateway.attach import Attachments
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.cluster.gateway.server import GatewayError
+from kvtier.cluster.gateway.streams.outputs import OutputReceiver
+from kvtier.workers.engine.outputs import OutputSender
+from kvtier.workers.requests.api import WorkerInfo
 
 
 class Echo(EchoWorker):

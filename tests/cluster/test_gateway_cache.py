@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cli.client import Client, ClientError, completion, connect
-from kvtier.cluster import gateway_cache
-from kvtier.cluster.gateway_outcomes import merged_outcome
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.gateway_requests import Refusal
-from kvtier.tier.base import Outcome
-from kvtier.tier.identity import page_keys, root_key, tenant_digest, tenant_salt
-from kvtier.tier.page import TierName
+from kvtier.cluster.gateway.cache_api import cache as gateway_cache
+from kvtier.cluster.gateway.cache_api.results import merged_outcome
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.cluster.gateway.requests.reading import Refusal
+from kvtier.tier.pages.identity import page_keys, root_key, tenant_digest, tenant_salt
+from kvtier.tier.pages.page import TierName
 from kvtier.tier.stats import Snapshot
+from kvtier.tier.stores.base import Outcome
 
 A, B, C = "aa11" + "0" * 60, "aa22" + "0" * 60, "bb33" + "0" * 60
 MISSING = "cc44" + "0" * 60

@@ -14,14 +14,15 @@ from gateway_kit import EchoWorker, Served, echo_info, page_info, serving
 from waiting import until
 
 from kvtier.cli.client import connect
-from kvtier.cluster import gateway_cache, gateway_clears
-from kvtier.cluster.gateway_cache import Node
-from kvtier.cluster.gateway_clears import ClearRecord
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.tier.base import Uncleared
-from kvtier.tier.clear_file import ClearFile
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.page import TierName
+from kvtier.cluster.gateway.cache_api import cache as gateway_cache
+from kvtier.cluster.gateway.cache_api import clears as gateway_clears
+from kvtier.cluster.gateway.cache_api.cache import Node
+from kvtier.cluster.gateway.cache_api.clears import ClearRecord
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.stores.base import Uncleared
+from kvtier.tier.stores.ssd.clear_file import ClearFile
 
 DEFAULT, ACME = tenant_digest("default"), tenant_digest("acme")
 

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from waiting import eventually, until
 
 from kvtier.cli.client import Client, ClientError, completion, connect
-from kvtier.cluster import gateway_flights, gateway_streams
-from kvtier.cluster.gateway_flights import MAX_MOVES
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.gateway_requests import Refusal
-from kvtier.workers.api import EngineRequest, FinishReason, Output, QueueFull, Timings
-from kvtier.workers.model_text import Text
+from kvtier.cluster.gateway.actor import in_flight as gateway_flights
+from kvtier.cluster.gateway.in_flight import MAX_MOVES
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.cluster.gateway.requests.reading import Refusal
+from kvtier.cluster.gateway.streams import streams as gateway_streams
+from kvtier.workers.models.text import Text
+from kvtier.workers.requests.api import EngineRequest, FinishReason, Output, QueueFull, Timings
 
 PROMPT = "abc STOP def \N{SNOWMAN}\N{SNOWMAN} "
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cli.client import Client, ClientError, connect
-from kvtier.cluster import gateway_find
-from kvtier.cluster.gateway_find import (
+from kvtier.cluster.gateway.cache_api import find as gateway_find
+from kvtier.cluster.gateway.cache_api.find import (
     FIRST_KEYS,
     MAX_ALIKE,
     MAX_HEADS,
@@ -23,10 +23,10 @@ from kvtier.cluster.gateway_find import (
     alike_limit,
     held_first,
 )
-from kvtier.cluster.gateway_requests import Refusal
-from kvtier.tier.by_key import HeldKeys, keys_with
-from kvtier.tier.identity import page_keys, root_key, tenant_salt
-from kvtier.tier.page import TierName
+from kvtier.cluster.gateway.requests.reading import Refusal
+from kvtier.tier.pages.identity import page_keys, root_key, tenant_salt
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.key_query import HeldKeys, keys_with
 
 MANY = 3_000  # pages of an owner
 TIERS = [TierName.HBM, TierName.HOST, TierName.SSD]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from waiting import eventually
 
 from kvtier.proto import cache_pb2, inference_pb2
-from kvtier.workers.model_text import Text
+from kvtier.workers.models.text import Text
 
 METHODS: list[MethodDescriptor] = [
     method

@@ -13,12 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli.client import completion, connect
-from kvtier.cluster import gateway_holders
-from kvtier.cluster.gateway_holders import FAILURES, KEY_BYTES, MOST_PAUSE_S, Addresses, Breaker, Holders
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.cluster.held import Held
-from kvtier.tier.identity import page_keys, root_key, tenant_salt
-from kvtier.workers.api import EngineRequest, WorkerInfo
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.gateway.owners import locations as gateway_holders
+from kvtier.cluster.gateway.owners.locations import (
+    FAILURES,
+    KEY_BYTES,
+    MOST_PAUSE_S,
+    Addresses,
+    Breaker,
+    Holders,
+)
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.tier.pages.identity import page_keys, root_key, tenant_salt
+from kvtier.workers.requests.api import EngineRequest, WorkerInfo
 
 HINT = Held("n1", "", "L3", "peer:7", 2)
 

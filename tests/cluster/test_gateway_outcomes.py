@@ -7,12 +7,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cluster import gateway_outcomes
-from kvtier.cluster.gateway_outcomes import merged_outcome, of_all
+from kvtier.cluster.gateway.cache_api import results as gateway_outcomes
+from kvtier.cluster.gateway.cache_api.results import merged_outcome, of_all
 from kvtier.proto import cache_pb2
-from kvtier.tier import outcomes
-from kvtier.tier.base import Outcome
-from kvtier.tier.outcomes import NUMBER_BYTES, ManyOutcomes
+from kvtier.tier.protocol import results as outcomes
+from kvtier.tier.protocol.results import NUMBER_BYTES, ManyOutcomes
+from kvtier.tier.stores.base import Outcome
 
 KEYS = st.integers(0, 12).map(lambda number: number.to_bytes(NUMBER_BYTES, "big") + bytes([number]) * 24)
 ANSWERS = st.lists(st.lists(st.tuples(KEYS, st.sampled_from(Outcome)), max_size=20), max_size=4)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import eventually
 
-from kvtier.cluster import gateway_outputs
-from kvtier.cluster.gateway_outputs import OutputReceiver
-from kvtier.workers import outputs
+from kvtier.cluster.gateway.streams import outputs as gateway_outputs
+from kvtier.cluster.gateway.streams.outputs import OutputReceiver
 from kvtier.workers.actor import Outbox
-from kvtier.workers.api import FinishReason, Output, Timings, TokenLogprobs, Usage
-from kvtier.workers.outputs import FrameReader, OutputSender, pack_frame, unpack_outputs
+from kvtier.workers.engine import outputs
+from kvtier.workers.engine.outputs import FrameReader, OutputSender, pack_frame, unpack_outputs
+from kvtier.workers.requests.api import FinishReason, Output, Timings, TokenLogprobs, Usage
 
 WHOLE = Output(
     request_id="r",

@@ -20,18 +20,18 @@ from small_ray import kill, small_ray
 from waiting import until
 
 from kvtier.cli.client import ClientError, completion, connect
-from kvtier.cluster.config import GrpcConfig, TenantConfig
-from kvtier.cluster.gateway import Gateway, GatewayActor, check_agreement
-from kvtier.cluster.gateway_server import GatewayError
-from kvtier.cluster.held import Held
+from kvtier.cluster.config.deployment import GrpcConfig, TenantConfig
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.gateway.actor import Gateway, GatewayActor, check_agreement
+from kvtier.cluster.gateway.server import GatewayError
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import CALLS_AT_ONCE, DecodeWorkerActor
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.model_text import Text
-from kvtier.workers.outputs import OutputSender
-from kvtier.workers.pulse import TURN_S
-from kvtier.workers.scheduler import PREEMPTION
+from kvtier.workers.engine.heartbeat import TURN_S
+from kvtier.workers.engine.outputs import OutputSender
+from kvtier.workers.models.text import Text
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
+from kvtier.workers.scheduling.scheduler import PREEMPTION
 
 TENANTS = (TenantConfig(name="default"),)
 PATIENCE_S = 300.0  # of a busy machine; no law hangs on it

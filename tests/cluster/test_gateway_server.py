@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, TLSFiles, completion, connect
-from kvtier.cluster.config import GrpcConfig, TLSConfig
-from kvtier.cluster.gateway_server import GatewayError
+from kvtier.cluster.config.deployment import GrpcConfig, TLSConfig
+from kvtier.cluster.gateway.server import GatewayError
 from kvtier.proto import cache_pb2, inference_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

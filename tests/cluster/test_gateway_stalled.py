@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, completion
-from kvtier.cluster.gateway_requests import Refusal
-from kvtier.cluster.gateway_streams import Stream
-from kvtier.cluster.gateway_workers import STALLED_LOOKS, Workers
-from kvtier.workers.api import EngineRequest, Output, SamplingParams
+from kvtier.cluster.gateway.owners.workers import STALLED_LOOKS, Workers
+from kvtier.cluster.gateway.requests.reading import Refusal
+from kvtier.cluster.gateway.streams.streams import Stream
+from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
 
 ROOM = 4
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -229,7 +229,7 @@ def test_a_request_at_a_worker_that_does_not_answer_ends_by_its_deadline_and_hol
 def test_as_many_as_it_has_room_for_wait_for_its_answer_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvtier.cluster import gateway_flights
+    from kvtier.cluster.gateway.actor import in_flight as gateway_flights
 
     monkeypatch.setattr(gateway_flights, "LAST_WORD_S", 0.05)
     with driving(None, workers=1, max_sequences=ROOM) as drive:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.cluster.gateway_ports import DEAD, HEALTHY, UNHEALTHY
-from kvtier.cluster.gateway_status import Condition
+from kvtier.cluster.gateway.owners.status import Condition
+from kvtier.cluster.gateway.ports import DEAD, HEALTHY, UNHEALTHY
 
 
 def test_a_part_is_healthy_since_it_began_however_often_it_is_looked_at() -> None:

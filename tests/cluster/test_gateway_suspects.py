@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from waiting import until
 
 from kvtier.cli.client import ClientError
-from kvtier.cluster.gateway_suspects import Suspects
-from kvtier.workers.api import WORKER_FAILED, FinishReason, Output
-from kvtier.workers.model_text import Text
+from kvtier.cluster.gateway.owners.suspects import Suspects
+from kvtier.workers.models.text import Text
+from kvtier.workers.requests.api import WORKER_FAILED, FinishReason, Output
 
 WORKERS = [f"w{i}" for i in range(4)]
 

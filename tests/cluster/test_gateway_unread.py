@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from waiting import eventually, until
 
 from kvtier.cli.client import ClientError, completion, connect
-from kvtier.cluster import gateway_streams, gateway_unread
-from kvtier.cluster.config import GrpcConfig
-from kvtier.cluster.gateway_unread import Unread
+from kvtier.cluster.config.deployment import GrpcConfig
+from kvtier.cluster.gateway.streams import streams as gateway_streams
+from kvtier.cluster.gateway.streams import unread as gateway_unread
+from kvtier.cluster.gateway.streams.unread import Unread
 from kvtier.proto import inference_pb2
-from kvtier.workers.api import TokenLogprobs
+from kvtier.workers.requests.api import TokenLogprobs
 
 SMALLEST_MESSAGE = 65536  # of grpc.max_message_bytes
 

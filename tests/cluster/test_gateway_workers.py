@@ -18,11 +18,11 @@ from worker_kit import Client as WorkerClient
 from worker_kit import Slowed, caching, keys, serving, tiny_runner
 
 from kvtier.cli.client import Client, completion, connect
-from kvtier.cluster.gateway_ports import OwnerDown
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import EngineRequest, Explanation, Output, WorkerInfo, WorkerStopped
-from kvtier.workers.scheduler import PROMPT_LOGITS
-from kvtier.workers.worker import DecodeWorker
+from kvtier.cluster.gateway.ports import OwnerDown
+from kvtier.tier.node.service import CacheService
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.requests.api import EngineRequest, Explanation, Output, WorkerInfo, WorkerStopped
+from kvtier.workers.scheduling.scheduler import PROMPT_LOGITS
 
 OPTIONS: dict[str, Any] = {
     "max_tokens": 40,

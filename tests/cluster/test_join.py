@@ -10,7 +10,7 @@ import pytest
 from deployment_kit import DEADLINE_S, Shell, wait_for
 from ray_cluster_kit import head, joined_environment
 
-from kvtier.cluster.environment import prepare
+from kvtier.cluster.machines.environment import prepare
 
 PROMPT = [(13 * i + 1) % 500 for i in range(40)]
 

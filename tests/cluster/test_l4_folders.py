@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cluster.l4_folders import Kept, kept_in, l4_folder, l4_refusal, l4_root
+from kvtier.cluster.machines.l4_folders import Kept, kept_in, l4_folder, l4_refusal, l4_root
 from kvtier.cluster.node import CacheNodeProcess
-from kvtier.tier.page import TierName
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.ssd import open_ssd
-from kvtier.tier.ssd_layout import LAYOUT_FILE
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.stores.ssd.layout import LAYOUT_FILE
+from kvtier.tier.stores.ssd.store import open_ssd
 
 
 def used(folder: Path, at_s: float) -> Path:

@@ -1,4 +1,4 @@
-"""What launch.py makes of a configuration before anything runs."""
+"""What cluster/supervisor/launch.py makes of a configuration before anything runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny_deepseek_v3, make_tiny_gemma3, make_tiny_llama
 
-from kvtier.cluster.config import Config, load_config
-from kvtier.cluster.launch import Launched, LaunchError
-from kvtier.cluster.stored import StoredPages, latent_refusal, stored_pages
-from kvtier.tier.page import PageFormat, PageSpec
+from kvtier.cluster.config.deployment import Config, load_config
+from kvtier.cluster.machines.stored_pages import StoredPages, latent_refusal, stored_pages
+from kvtier.cluster.supervisor.launch import Launched, LaunchError
+from kvtier.tier.pages.page import PageFormat, PageSpec
 
 
 def configured(*overrides: str) -> Config:

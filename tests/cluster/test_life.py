@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.life import (
+from kvtier.cluster.health.supervision import (
     ABSENT_S,
     GIVE_UP,
     LONGEST_WAIT_S,

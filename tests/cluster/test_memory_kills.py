@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cluster.memory_kills import MemoryKills, memory_sentence
-from kvtier.cluster.memory_watch import MemoryWatch
+from kvtier.cluster.health.memory_kills import MemoryKills, memory_sentence
+from kvtier.cluster.health.memory_watch import MemoryWatch
 
 
 def test_a_kill_explains_one_death_that_follows_it() -> None:

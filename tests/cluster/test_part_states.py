@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.cluster.gateway_ports import DEAD, HEALTHY, STALLED, UNHEALTHY
-from kvtier.cluster.life import Kind, Member
-from kvtier.cluster.part_states import PartState, PartStates, show
+from kvtier.cluster.gateway.owners.part_states import PartState, PartStates, show
+from kvtier.cluster.gateway.ports import DEAD, HEALTHY, STALLED, UNHEALTHY
+from kvtier.cluster.health.supervision import Kind, Member
 from kvtier.proto import inference_pb2
 
 EXCHANGE = "exchange of node-0"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster import placement
-from kvtier.cluster.config import Config, load_config
-from kvtier.cluster.l4_folders import Kept
-from kvtier.cluster.placement import (
+from kvtier.cluster.config.deployment import Config, load_config
+from kvtier.cluster.machines import placement
+from kvtier.cluster.machines.l4_folders import Kept
+from kvtier.cluster.machines.placement import (
     Machine,
     Place,
     Placement,
@@ -22,7 +22,7 @@ from kvtier.cluster.placement import (
     settled,
     unused,
 )
-from kvtier.cluster.raylets import raylet_resource, shared_out
+from kvtier.cluster.machines.raylets import raylet_resource, shared_out
 
 
 def configured(*overrides: str) -> Config:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtier.cluster.config import load_config
-from kvtier.cluster.policies import digest_shares, policy_settings, request_weights, tenant_shares
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.score import PolicySettings, ScoreWeights
-from kvtier.workers.scheduler import PREEMPTION
+from kvtier.cluster.config.deployment import load_config
+from kvtier.cluster.config.policies import digest_shares, policy_settings, request_weights, tenant_shares
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.policy.base import PolicySettings, ScoreWeights
+from kvtier.workers.scheduling.scheduler import PREEMPTION
 
 TENANTS = "tenants=[{name: default}, {name: acme, share: 0.25}, {name: whole, share: 1}]"
 

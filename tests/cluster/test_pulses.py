@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.life import Say
-from kvtier.cluster.pulses import ASK_EVERY_S, LONGEST_LOOK_S, Ask, Kill, Pulses
+from kvtier.cluster.health.heartbeats import ASK_EVERY_S, LONGEST_LOOK_S, Ask, Kill, Pulses
+from kvtier.cluster.health.supervision import Say
 
 AFTER_S = 60.0
 

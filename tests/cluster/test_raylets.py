@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.cluster import raylets
-from kvtier.cluster.config import load_config
-from kvtier.cluster.leftovers import descendants
-from kvtier.cluster.raylets import Raylets
+from kvtier.cluster.config.deployment import load_config
+from kvtier.cluster.machines import raylets
+from kvtier.cluster.machines.leftovers import descendants
+from kvtier.cluster.machines.raylets import Raylets
 
 
 class FakeNode:

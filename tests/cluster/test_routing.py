@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.fleet import Fleet
-from kvtier.cluster.held import Held
-from kvtier.cluster.routing import MAX_REMOTES, Choice, Costs, Policy, Speed, choose
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.routing.fleet import Fleet
+from kvtier.cluster.routing.router import MAX_REMOTES, Choice, Costs, Policy, Speed, choose
 
 PAGE = 16
 COSTS = Costs(token_s=1e-3)

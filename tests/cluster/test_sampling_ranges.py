@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli.generate import generate
-from kvtier.workers.api import RANGES, SamplingParams
+from kvtier.workers.requests.api import RANGES, SamplingParams
 
 PROTO = Path(__file__).resolve().parents[2] / "proto" / "inference.proto"
 

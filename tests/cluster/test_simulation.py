@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.routing import Policy
+from kvtier.cluster.routing.router import Policy
 from kvtier.lab.simulation.cluster import Job, Shape, SimRequest, Simulation
 from kvtier.lab.simulation.parts import PAGE_TOKENS, Hardware, Link
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 
 LRU = PolicySettings(name="lru")
 SHAPE = Shape(2, workers_per_node=1, l1_pages=16, l3_pages=32, l4_pages=64, policy=LRU)

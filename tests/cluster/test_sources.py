@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.cluster.sources import sources_digest, sources_here, sources_refusal
+from kvtier.cluster.machines.code_digest import sources_digest, sources_here, sources_refusal
 
 PACKAGE = Path(kvtier.__file__).parent
 

@@ -10,10 +10,10 @@ import pytest
 import ray
 from small_ray import kill, small_ray
 
-from kvtier.cluster import launch
-from kvtier.cluster.launch import _stop
-from kvtier.cluster.life import Kind, Member
-from kvtier.cluster.watch import Part
+from kvtier.cluster.health.supervision import Kind, Member
+from kvtier.cluster.supervisor import launch
+from kvtier.cluster.supervisor.launch import _stop
+from kvtier.cluster.supervisor.watch import Part
 
 
 class Stoppable:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.text import StopScanner
+from kvtier.cluster.gateway.streams.text import StopScanner
 
 # A small alphabet makes overlaps and false starts common.
 _WORDS = st.text(alphabet="ab\N{SNOWMAN}", max_size=12)

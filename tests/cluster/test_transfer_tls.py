@@ -12,14 +12,14 @@ import pytest
 import trustme
 from peer_stub import exchange, stub
 
-from kvtier.cluster import exchange as exchange_module
-from kvtier.cluster.actors import Actors
-from kvtier.cluster.config import ConfigError, load_config
-from kvtier.cluster.config_nodes import TransferTls
-from kvtier.cluster.exchange_wire import TlsFiles
-from kvtier.cluster.homes import Home
-from kvtier.cluster.launch import Launched, LaunchError
-from kvtier.cluster.scout import Ground, tls_refusal
+from kvtier.cluster.config.deployment import ConfigError, load_config
+from kvtier.cluster.config.nodes import TransferTls
+from kvtier.cluster.machines.homes import Home
+from kvtier.cluster.machines.node_probe import Ground, tls_refusal
+from kvtier.cluster.supervisor.actors import Actors
+from kvtier.cluster.supervisor.launch import Launched, LaunchError
+from kvtier.cluster.transfer import actor as exchange_module
+from kvtier.cluster.transfer.wire import TlsFiles
 
 
 @pytest.fixture

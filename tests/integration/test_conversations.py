@@ -7,7 +7,7 @@ from pathlib import Path
 
 from worker_kit import PAGE_TOKENS, caching, serving, settle, tiny_runner
 
-from kvtier.tier.page import TierName
+from kvtier.tier.pages.page import TierName
 
 SYSTEM_TOKENS = 1_500
 TURNS = 8

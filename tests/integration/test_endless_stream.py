@@ -34,13 +34,13 @@ from worker_kit import (
 )
 
 from kvtier.kernels.ops import give_back
-from kvtier.tier.page import TierName
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import Output
-from kvtier.workers.model import ModelShape, read_shape
-from kvtier.workers.model_lean import LeanWeights, load_rope
-from kvtier.workers.model_weights import Checkpoint
-from kvtier.workers.runner import IntArray, StepBatch
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import TierName
+from kvtier.workers.models.base import ModelShape, read_shape
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.forwards.lean import LeanWeights, load_rope
+from kvtier.workers.requests.api import Output
+from kvtier.workers.runner.runner import IntArray, StepBatch
 
 STREAM_TOKENS = 20_000
 PROMPT = [435]  # one token, so that the first 600 rows are the stream's own too

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from worker_kit import caching, page_sizes, serving, sink_to_l3, sink_to_l4
 
-from kvtier.workers.runner import load_runner
+from kvtier.workers.runner.runner import load_runner
 
 PROMPTS = [
     [(31 * i * (p + 3) + 17 * p) % 40_000 + 10 for i in range(length)]

@@ -16,8 +16,9 @@ from typing import Any
 from node_kit import plain_chain
 from tier_pages import SPEC, TENANT, VARIANT, envelope_of, page_key, payload_of
 
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import (
+from kvtier.tier.pages.page import HEADER_BYTES, Envelope
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import (
     Copied,
     Granted,
     Hello,
@@ -31,7 +32,6 @@ from kvtier.tier.messages import (
     ToWorker,
     WantSlots,
 )
-from kvtier.tier.page import HEADER_BYTES, Envelope
 
 PAYLOAD = 128 * 1024
 SLOT = PAYLOAD + HEADER_BYTES

@@ -25,11 +25,11 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.page import TierName
-from kvtier.tier.recipe import Window
-from kvtier.tier.service import CacheService
-from kvtier.workers.model_mla import LatentModel
-from kvtier.workers.runner import StepBatch
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.pages.recipe import Window
+from kvtier.workers.models.forwards.latent import LatentModel
+from kvtier.workers.runner.runner import StepBatch
 
 NEW_TOKENS = 64
 WINDOW = 32

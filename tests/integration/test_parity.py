@@ -10,9 +10,9 @@ import torch
 from waiting import until
 from worker_kit import Client
 
-from kvtier.tier.identity import tenant_salt
-from kvtier.workers.runner import Runner, load_runner
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.workers.engine.worker import DecodeWorker
+from kvtier.workers.runner.runner import Runner, load_runner
 
 NEW_TOKENS = 64
 LENGTHS = (5, 9, 60, 100)  # tokens: prompts of one length are a batch without padding for transformers

@@ -28,9 +28,9 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.page import PageFormat, TierName
-from kvtier.tier.service import CacheService
-from kvtier.workers import runner as runner_module
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import PageFormat, TierName
+from kvtier.workers.runner.runner import runner as runner_module
 
 RECIPES: dict[str, dict[str, Any]] = {
     "timedecay": {"cache_format": "timedecay", "recent_tokens": 64, "decay_sinks": 16, "native": "auto"},

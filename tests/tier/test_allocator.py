@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tier.base import Place, SegmentAllocator
+from kvtier.tier.stores.base import Place, SegmentAllocator
 
 KIB = 1024
 SIZES = [8 * KIB, 12 * KIB, 36 * KIB, 100 * KIB]

@@ -15,11 +15,11 @@ import torch
 from node_kit import FIELDS, PAYLOAD_BYTES, SPEC
 from waiting import until
 
-from kvtier.tier.events import FromWorker, WorkerGone
-from kvtier.tier.hbm import Arena as L1Arena
-from kvtier.tier.hbm import ArenaShare, new_shared_arena, open_peer
-from kvtier.tier.ipc import NodeClient, NodeServer
-from kvtier.tier.messages import Arena, Grant, Granted, Hello, NewRoot, Welcome
+from kvtier.tier.l1.arena import Arena as L1Arena
+from kvtier.tier.l1.arena import ArenaShare, new_shared_arena, open_peer
+from kvtier.tier.protocol.events import FromWorker, WorkerGone
+from kvtier.tier.protocol.ipc import NodeClient, NodeServer
+from kvtier.tier.protocol.messages import Arena, Grant, Granted, Hello, NewRoot, Welcome
 
 CPU = torch.device("cpu")
 LONG = Granted([Grant(2**31 + slot, 2**31, 4096) for slot in range(30_000)])  # 300 KB and more

@@ -18,8 +18,8 @@ from kvtier.lab.replay.baselines.page_queue import PageQueue
 from kvtier.lab.replay.baselines.page_tree import PageTree
 from kvtier.lab.replay.baselines.registry import BASELINES, make_baseline
 from kvtier.lab.replay.baselines.turns import Turns
-from kvtier.tier.ghost_cache import CacheModel, GhostCache
-from kvtier.tier.score import Kind, Lru, Use
+from kvtier.tier.policy.base import Kind, Lru, Use
+from kvtier.tier.policy.ghost_cache import CacheModel, GhostCache
 
 ONLINE = [name for name in BASELINES if name not in ("belady", "infinite")]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier import by_key
-from kvtier.tier.by_key import PAGE_KEY_BYTES, HeldKeys, keys_with, split_keys
-from kvtier.tier.page import TierName
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol import key_query as by_key
+from kvtier.tier.protocol.key_query import PAGE_KEY_BYTES, HeldKeys, keys_with, split_keys
 
 # Few first bytes, so that heads are shared; ends of zeros and ones, where numbers of digits begin and end.
 KEYS = st.builds(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvtier.lab.replay.chain_node import ChainNode
 from kvtier.lab.replay.chain_tiers import ChainModel
-from kvtier.tier.page import TierName
-from kvtier.tier.score import Costs, Kind, PolicySettings, Use
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Costs, Kind, PolicySettings, Use
 
 LRU = PolicySettings(name="lru")
 RVI = PolicySettings(draw=8, per_draw=2)

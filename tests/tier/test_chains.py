@@ -26,13 +26,13 @@ from cache_world import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.base import Outcome
-from kvtier.tier.events import Clear, Drain, Evict, FromWorker, Pin, Send, Unpin, Verify
-from kvtier.tier.identity import root_key
-from kvtier.tier.messages import LoadFailed, Locate, Located, NewRoot, Stored
-from kvtier.tier.page import Envelope, PageKey, RootKey, TierName
-from kvtier.tier.records import Holdings, Limits
+from kvtier.tier.node.state.records import Holdings, Limits
+from kvtier.tier.pages.identity import root_key
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, TierName
+from kvtier.tier.protocol.events import Clear, Drain, Evict, FromWorker, Pin, Send, Unpin, Verify
+from kvtier.tier.protocol.messages import LoadFailed, Locate, Located, NewRoot, Stored
 from kvtier.tier.stats import TierCounters
+from kvtier.tier.stores.base import Outcome
 
 TENANT = "ada"
 SIZES: dict[Kind, int] = {(0, FP8): 3 * 4096, (0, INT4C): 4096, (1, FP8): 2 * 4096}

@@ -15,17 +15,17 @@ import pytest
 from node_kit import PAYLOAD_BYTES, SLOT_BYTES, Peer, running, wait_until
 from tier_pages import TENANT, VARIANT, entry_of, page_key, payload_of
 
-from kvtier.tier.base import Outcome, Uncleared
-from kvtier.tier.clear_file import ClearFile, mark_unused
-from kvtier.tier.clears import Clears
-from kvtier.tier.events import CommitCatalogue, Event, ForgetTenant, MarkClear, Note, WritePage
-from kvtier.tier.host import HostTier
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.mover import Mover
-from kvtier.tier.page import HEADER_BYTES, TierName
-from kvtier.tier.service import CacheService
-from kvtier.tier.ssd import SsdTier, open_ssd
-from kvtier.tier.ssd_lmdb import CATALOGUE, read_catalogue
+from kvtier.tier.node.executor.mover import Mover
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.clear_epochs import Clears
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.pages.page import HEADER_BYTES, TierName
+from kvtier.tier.protocol.events import CommitCatalogue, Event, ForgetTenant, MarkClear, Note, WritePage
+from kvtier.tier.stores.base import Outcome, Uncleared
+from kvtier.tier.stores.host import HostTier
+from kvtier.tier.stores.ssd.catalogue import CATALOGUE, read_catalogue
+from kvtier.tier.stores.ssd.clear_file import ClearFile, mark_unused
+from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
 TESTS = Path(__file__).parents[1]
 ADA, BOB = tenant_digest("ada"), tenant_digest("bob")
@@ -63,7 +63,7 @@ def found(folder: Path, tenant: str, pages: int) -> int:
 def test_a_clear_that_the_disk_refuses_says_so_and_is_done_once_the_disk_takes_it(
     tmp_path: Path, store: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tier.service.CLEAR_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvtier.tier.node.service.CLEAR_AGAIN_S", 0.02)
     with running(tmp_path, store=store) as service:
         fill(service, tmp_path)
         with monkeypatch.context() as disk:
@@ -217,7 +217,7 @@ def test_a_page_saved_by_a_worker_that_has_not_heard_of_its_tenants_clear_is_not
 def test_a_node_that_missed_a_clear_does_it_before_it_serves_a_worker_that_knows_of_it(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tier.service.CLEAR_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvtier.tier.node.service.CLEAR_AGAIN_S", 0.02)
     with running(tmp_path) as service:
         fill(service, tmp_path)
         peer = Peer(tmp_path, "w0")
@@ -350,7 +350,7 @@ def test_a_part_that_has_applied_what_it_is_behind_by_is_behind_no_more() -> Non
 
 
 def test_past_its_bound_a_table_takes_its_oldest_clear_for_everyones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tier.clears.MAX_TENANTS", 2)
+    monkeypatch.setattr("kvtier.tier.pages.clear_epochs.MAX_TENANTS", 2)
     table = Clears([(bytes([i]) * 16, i) for i in (1, 2, 3, 4)])
     assert table.numbers() == [(b"", 2), (b"\3" * 16, 3), (b"\4" * 16, 4)]
     assert table.of(b"never".ljust(16)) == 2

@@ -35,9 +35,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tier.base import Outcome, SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.identity import root_key
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import (
     BeginClear,
     Clear,
     ClearPages,
@@ -57,8 +60,7 @@ from kvtier.tier.events import (
     WorkerRef,
     WritePage,
 )
-from kvtier.tier.identity import root_key
-from kvtier.tier.messages import (
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Grant,
@@ -72,10 +74,8 @@ from kvtier.tier.messages import (
     WantSlots,
     WriteMode,
 )
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.slots import HostSlots, host_slots
+from kvtier.tier.stores.base import Outcome, SegmentAllocator
+from kvtier.tier.stores.host_slots import HostSlots, host_slots
 
 TENANT = "ada"
 TWO_FORMATS = {(0, FP8): PAYLOAD_BYTES, (0, INT4C): PAYLOAD_BYTES}

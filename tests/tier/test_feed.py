@@ -8,9 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.cluster.directory_core import DirectoryCore
-from kvtier.tier.feed import HEARTBEAT_S, KEY_BYTES, PATIENCE_S, SOON_KEYS, Batch, Feed, Reply, Source
-from kvtier.tier.page import TierName
+from kvtier.cluster.directory.core import DirectoryCore
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.kv_events import (
+    HEARTBEAT_S,
+    KEY_BYTES,
+    PATIENCE_S,
+    SOON_KEYS,
+    Batch,
+    Feed,
+    Reply,
+    Source,
+)
 
 L3, L4 = TierName.HOST, TierName.SSD
 SOURCE = Source("node:n0", "life-0", "n0", "", "host:1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.tier.fetches import PeerSpeed
+from kvtier.tier.node.state.fetches import PeerSpeed
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.frame_fences import FrameFences
+from kvtier.tier.l1.frame_fences import FrameFences
 
 UNITS = 6
 Marks = list[tuple[set[int], set[int]]]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.score import Lru, Use
+from kvtier.tier.policy.base import Lru, Use
+from kvtier.tier.policy.ghost_cache import GhostCache
 
 
 class RememberingLru(Lru):

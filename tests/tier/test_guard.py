@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.guard import SHARED_BY, WINDOW, Guarded, PageNames, Stems, head_weight
-from kvtier.tier.score import GONE, Costs, Kind, Lru, PolicySettings, Use
+from kvtier.tier.policy.base import GONE, Costs, Kind, Lru, PolicySettings, Use
+from kvtier.tier.policy.ghost_cache import GhostCache
+from kvtier.tier.policy.guard import SHARED_BY, WINDOW, Guarded, PageNames, Stems, head_weight
 
 requests = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=60
@@ -135,8 +135,8 @@ def test_while_lru_chooses_the_value_is_the_last_use() -> None:
 
 
 SAMPLED_OF_BYTES = """
-from kvtier.tier.guard import Guarded
-from kvtier.tier.score import PolicySettings, Use
+from kvtier.tier.policy.guard import Guarded
+from kvtier.tier.policy.base import PolicySettings, Use
 guarded = Guarded(PolicySettings(), 100_000)
 for number in range(200):
     before = guarded._sampled

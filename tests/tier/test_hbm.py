@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.frame_fences import FrameFences
-from kvtier.tier.hbm import Arena, SlabAllocator, new_arena
-from kvtier.tier.page import PageFormat, PageSpec
+from kvtier.tier.l1.arena import Arena, SlabAllocator, new_arena
+from kvtier.tier.l1.frame_fences import FrameFences
+from kvtier.tier.pages.page import PageFormat, PageSpec
 
 SPECS = {
     "whole-records": PageSpec(

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tier_pages import read_page, write_page
 
-from kvtier.tier.base import Place
-from kvtier.tier.host import HostTier
-from kvtier.tier.page import ALIGN_BYTES, PageCorrupt, slot_bytes
+from kvtier.tier.pages.page import ALIGN_BYTES, PageCorrupt, slot_bytes
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
 
 PAGE_BYTES = 360 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)
@@ -28,8 +28,8 @@ def place(number: int) -> Place:
 
 WORKER = """
 import sys
-from kvtier.tier.base import Place
-from kvtier.tier.host import HostTier
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
 from tier_pages import read_page, write_page
 fd, nbytes, other, page_bytes = map(int, sys.argv[1:])
 tier = HostTier.attach(fd, nbytes)

@@ -17,7 +17,7 @@ import numpy as np
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvtier.tier.identity import (
+from kvtier.tier.pages.identity import (
     CONTENT_TOKENS,
     content_digest,
     page_keys,
@@ -26,7 +26,7 @@ from kvtier.tier.identity import (
     tenant_digest,
     tenant_salt,
 )
-from kvtier.tier.page import Envelope, PageFormat, PageKey, PageSpec, RootKey, page_checksum
+from kvtier.tier.pages.page import Envelope, PageFormat, PageKey, PageSpec, RootKey, page_checksum
 
 FIELDS = {"model": "llama", "weights": "00ff", "page_tokens": "4"}
 SALT = bytes(range(64))

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, Peer, hello_of, plain_chain, running, wait_until
 
-from kvtier.tier import ipc, message_parts
-from kvtier.tier.events import FromWorker, WorkerGone, WorkerRef
-from kvtier.tier.ipc import FrameReader, Garbage, NodeClient, NodeRefused, NodeServer, frame
-from kvtier.tier.messages import (
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.protocol import ipc
+from kvtier.tier.protocol import parts as message_parts
+from kvtier.tier.protocol.events import FromWorker, WorkerGone, WorkerRef
+from kvtier.tier.protocol.ipc import FrameReader, Garbage, NodeClient, NodeRefused, NodeServer, frame
+from kvtier.tier.protocol.messages import (
     Grant,
     Granted,
     Hello,
@@ -30,7 +32,6 @@ from kvtier.tier.messages import (
     WantSlots,
     Welcome,
 )
-from kvtier.tier.service import CacheService
 
 HELLO = hello_of("w0")
 

@@ -13,9 +13,9 @@ import pytest
 from tier_pages import page_key, read_page, used_on_disk
 from waiting import cpu_s
 
-from kvtier.tier.page import slot_bytes
-from kvtier.tier.ssd import open_ssd
-from kvtier.tier.ssd_layout import Store
+from kvtier.tier.pages.page import slot_bytes
+from kvtier.tier.stores.ssd.layout import Store
+from kvtier.tier.stores.ssd.store import open_ssd
 
 TESTS = Path(__file__).parents[1]
 PAGE_BYTES = 100 * 1024 + 256

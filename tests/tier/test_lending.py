@@ -21,10 +21,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tier import checkpoint
-from kvtier.tier.base import Outcome
-from kvtier.tier.events import Clear, Disconnect, Evict, FromWorker, WorkerRef
-from kvtier.tier.messages import (
+from kvtier.tier.node.recording import MODULES
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import Clear, Disconnect, Evict, FromWorker, WorkerRef
+from kvtier.tier.protocol.messages import (
     ArenaGone,
     ArenaUnopened,
     FramesGranted,
@@ -38,10 +39,9 @@ from kvtier.tier.messages import (
     WantFrames,
     WriteMode,
 )
-from kvtier.tier.page import TierName
-from kvtier.tier.recorded_node import MODULES
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.record import checkpoint
 from kvtier.tier.stats import TierCounters
+from kvtier.tier.stores.base import Outcome
 
 TENANT = "ada"
 FRAMES = 16  # of a lender's arena

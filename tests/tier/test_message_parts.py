@@ -8,9 +8,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvtier.tier.ipc import MAX_FRAME_BYTES, frame
-from kvtier.tier.message_parts import MAX_ITEMS, cut_chains, parts
-from kvtier.tier.messages import (
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.protocol.ipc import MAX_FRAME_BYTES, frame
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Fetch,
@@ -42,7 +42,7 @@ from kvtier.tier.messages import (
     ToWorker,
     Unsaved,
 )
-from kvtier.tier.records import Limits
+from kvtier.tier.protocol.parts import MAX_ITEMS, cut_chains, parts
 
 KEY = bytes(range(32))
 BIG = 2**62

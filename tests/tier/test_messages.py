@@ -29,9 +29,10 @@ from message_kit import (
 )
 from msgspec import Meta
 
-from kvtier.tier.ipc import FrameReader, Garbage, frame
-from kvtier.tier.message_rules import malformed
-from kvtier.tier.messages import (
+from kvtier.tier.node.state.records import envelope_of
+from kvtier.tier.pages.page import Envelope, PageFormat
+from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.messages import (
     Copied,
     Finished,
     Locate,
@@ -43,9 +44,14 @@ from kvtier.tier.messages import (
     ToWorker,
     WantSlots,
 )
-from kvtier.tier.page import Envelope, PageFormat
-from kvtier.tier.peer import MAX_FIRST_PAGE, MAX_KEYS, MAX_PAGE_TOKENS, MAX_PAYLOAD_BYTES, PagesRequest
-from kvtier.tier.records import envelope_of
+from kvtier.tier.protocol.rules import malformed
+from kvtier.tier.transport.frames import (
+    MAX_FIRST_PAGE,
+    MAX_KEYS,
+    MAX_PAGE_TOKENS,
+    MAX_PAYLOAD_BYTES,
+    PagesRequest,
+)
 
 ANY = ToNode | ToWorker
 KINDS = get_args(ToNode)

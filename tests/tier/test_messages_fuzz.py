@@ -18,9 +18,10 @@ from message_kit import GOOD, Drawn
 from node_kit import Peer, running, wait_until
 from node_kit import hello_of as node_hello
 
-from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.pages.page import TierName, slot_bytes
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.protocol.events import (
     Clear,
     Disconnect,
     Event,
@@ -41,8 +42,8 @@ from kvtier.tier.events import (
     WriteFailed,
     WritePage,
 )
-from kvtier.tier.ipc import FrameReader, Garbage, frame
-from kvtier.tier.messages import (
+from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Finished,
@@ -57,9 +58,8 @@ from kvtier.tier.messages import (
     ToNode,
     WantSlots,
 )
-from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.score import PolicySettings
-from kvtier.tier.slots import host_slots
+from kvtier.tier.stores.base import SegmentAllocator
+from kvtier.tier.stores.host_slots import host_slots
 
 PAGE, SMALL = 4096, 8192
 KEYS = [bytes([n]) * 32 for n in range(8)]

@@ -15,8 +15,8 @@ from kvtier.lab.plan.model import find_model
 from kvtier.lab.plan.model_numbers import LayerKind, layer_windows, read_numbers
 from kvtier.lab.plan.model_presets import PRESETS, preset, unknown
 from kvtier.lab.plan.plan import spec_of, stored_page_bytes
-from kvtier.tier.page import PageFormat
-from kvtier.workers.model import layer_groups, read_shape
+from kvtier.tier.pages.page import PageFormat
+from kvtier.workers.models.base import layer_groups, read_shape
 
 PUBLISHED = {  # parameters, by the models' cards and checkpoints
     "llama-2-7b": 6_738_415_616,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from cache_world import BF16, PAYLOAD_BYTES, SimWorker, World, chain_keys, key_of, tenant_of
 
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Clear, Evict, Pin, Unpin, Verify
-from kvtier.tier.guard import Guarded
-from kvtier.tier.messages import Finished, NewRoot, WriteMode
-from kvtier.tier.page import TierName
-from kvtier.tier.ranking import Histories
-from kvtier.tier.records import Limits
-from kvtier.tier.score import Kind, PolicySettings, Use
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.state.ranking import Histories
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Kind, PolicySettings, Use
+from kvtier.tier.policy.guard import Guarded
+from kvtier.tier.protocol.events import Clear, Evict, Pin, Unpin, Verify
+from kvtier.tier.protocol.messages import Finished, NewRoot, WriteMode
 
 LIMITS = Limits(gone=16, roots=4, specs=4, contents=8, peers=2, requests_per_worker=4)
 # Bounded by numbers that no test gets to: what requests begin with, and what a policy has learned from.
@@ -182,7 +182,7 @@ class Watched(Coordinator):
 
 
 def test_check_looks_at_every_table_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that is added without a check fails here: say in cache_check.py what bounds it, or what it is derived from."""
+    """A table that is added without a check fails here: say in tier/node/checks/cache.py what bounds it, or what it is derived from."""
     monkeypatch.setattr(cache_world, "Coordinator", Watched)
     lives = Lives("demote", PolicySettings(name="rvi"))
     for _ in range(4):
@@ -199,7 +199,7 @@ def test_check_looks_at_every_table_there_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def has_room(value: object) -> bool:
     """Whether it is, or has somewhere, what can hold any number of things."""
-    if type(value).__module__ == "kvtier.tier.records" and isinstance(value, Limits):
+    if type(value).__module__ == "kvtier.tier.node.state.records" and isinstance(value, Limits):
         return False
     growing = (Mapping, list, set, deque)
     if isinstance(value, growing):

@@ -14,24 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from peer_stub import PAGE_TOKENS, ROOT, SPEC, TENANT, VARIANT, envelope_of, key_of, payload_of
 
-from kvtier.tier.events import Note
-from kvtier.tier.messages import MAX_TEXT, Fetch, Fetched, FetchPage, Grant
-from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt
-from kvtier.tier.peer import (
-    FRAME_BYTES,
-    HEAD_BYTES,
-    Ending,
-    Expected,
-    FailureKind,
-    PageHead,
-    PageReader,
-    PagesRequest,
-    Piece,
-    page_head,
-    request_of,
-)
-from kvtier.tier.peer_record import OPEN_AFTER, OPEN_FIRST_S, OPEN_LAST_S, Breaker
-from kvtier.tier.peer_runs import (
+from kvtier.tier.pages.page import PACKED_ENVELOPE_BYTES, Envelope, PageCorrupt
+from kvtier.tier.protocol.events import Note
+from kvtier.tier.protocol.messages import MAX_TEXT, Fetch, Fetched, FetchPage, Grant
+from kvtier.tier.transport.fetch_runs import (
     Asked,
     Begin,
     Came,
@@ -47,6 +33,20 @@ from kvtier.tier.peer_runs import (
     Tell,
     Ticked,
 )
+from kvtier.tier.transport.frames import (
+    FRAME_BYTES,
+    HEAD_BYTES,
+    Ending,
+    Expected,
+    FailureKind,
+    PageHead,
+    PageReader,
+    PagesRequest,
+    Piece,
+    page_head,
+    request_of,
+)
+from kvtier.tier.transport.peer_health import OPEN_AFTER, OPEN_FIRST_S, OPEN_LAST_S, Breaker
 
 NBYTES = 1000
 

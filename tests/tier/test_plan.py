@@ -30,9 +30,9 @@ from kvtier.lab.plan.plan import (
     stored_page_bytes,
     sums,
 )
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import Window
-from kvtier.workers.formats import CACHE_FORMATS, choose_recipe
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import Window
+from kvtier.workers.models.formats import CACHE_FORMATS, choose_recipe
 
 HEADS_128 = {**PRESETS["llama-3-8b"], "num_attention_heads": 128, "head_dim": 128}
 

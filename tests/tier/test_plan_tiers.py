@@ -26,8 +26,8 @@ from kvtier.lab.plan.tiers import (
 )
 from kvtier.lab.replay.replay import Prices, Result, infinite, replay
 from kvtier.lab.traces.trace import Source, Trace, read_trace
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.score import Lru
+from kvtier.tier.policy.base import Lru
+from kvtier.tier.policy.ghost_cache import GhostCache
 
 ROOMS = Rooms(l1_pages=20, l3_pages=50, page_bytes_gpu=1000, slot_bytes=2000)
 PRICES = Prices(page_bytes=1000, recompute_s=10e-3, load_s={"L1": 0.0, "L2": 0.0, "L3": 1e-3, "L4": 5e-3})

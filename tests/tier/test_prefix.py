@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_kit import Strict
 
-from kvtier.tier.guard import Guarded
-from kvtier.tier.identity import TokenIds
-from kvtier.tier.page import PageMissing, RootKey
-from kvtier.tier.prefix import Frames, Path, PrefixIndex
-from kvtier.tier.prefix_node import PARTIAL_CANDIDATES
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import Policy, PolicySettings, Row, Use
+from kvtier.tier.l1.prefix import Frames, Path, PrefixIndex
+from kvtier.tier.l1.prefix_node import PARTIAL_CANDIDATES
+from kvtier.tier.pages.identity import TokenIds
+from kvtier.tier.pages.page import PageMissing, RootKey
+from kvtier.tier.policy.base import Policy, PolicySettings, Row, Use
+from kvtier.tier.policy.guard import Guarded
+from kvtier.tier.policy.rvi.policy import Rvi
 
 ROOT, OTHER = RootKey(b"r" * 32), RootKey(b"s" * 32)
 

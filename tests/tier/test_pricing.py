@@ -20,9 +20,11 @@ from cache_world import (
     spec_of,
 )
 
-from kvtier.tier.events import Evict
-from kvtier.tier.fetches import DOUBT_S, PeerSpeed
-from kvtier.tier.messages import (
+from kvtier.tier.node.state.fetches import DOUBT_S, PeerSpeed
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.events import Evict
+from kvtier.tier.protocol.messages import (
     Copied,
     Fetch,
     LentPage,
@@ -32,8 +34,6 @@ from kvtier.tier.messages import (
     StoredInPeer,
     WantFrames,
 )
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
 
 TENANT = "ada"
 PAGE_S = PAYLOAD_BYTES / 1e9  # as long as nothing is measured, from L4 and from a node alike

@@ -24,18 +24,18 @@ from cache_world import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Disconnect, Drain, Evict, FromWorker, WorkerRef
-from kvtier.tier.messages import Finished, WantSlots, WriteMode
-from kvtier.tier.page import TierName
-from kvtier.tier.policies import make_policy
-from kvtier.tier.ranking import Histories, Order
-from kvtier.tier.records import Limits, Page
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import Kind, PolicySettings, Use
-from kvtier.tier.shares import Shares
-from kvtier.tier.slots import HostSlots
-from kvtier.tier.uses import depths_of
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.residency.accesses import depths_of
+from kvtier.tier.node.state.ranking import Histories, Order
+from kvtier.tier.node.state.records import Limits, Page
+from kvtier.tier.node.state.shares import Shares
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Kind, PolicySettings, Use
+from kvtier.tier.policy.registry import make_policy
+from kvtier.tier.policy.rvi.policy import Rvi
+from kvtier.tier.protocol.events import Disconnect, Drain, Evict, FromWorker, WorkerRef
+from kvtier.tier.protocol.messages import Finished, WantSlots, WriteMode
+from kvtier.tier.stores.host_slots import HostSlots
 
 ADA, BOB = "ada", "bob"
 RVI = PolicySettings(guard=False, draw=8, per_draw=1)

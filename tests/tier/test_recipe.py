@@ -7,9 +7,9 @@ from cache_world import can_serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier import recipe
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, Window, longest_hit
+from kvtier.tier.pages import recipe
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import HAS_DECAYED, HAS_WRITTEN, ChainNeeds, Recipe, Window, longest_hit
 
 PAGE_TOKENS = 16
 

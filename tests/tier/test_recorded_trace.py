@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from recording_kit import a_life, recorded
 
 from kvtier.lab.traces.trace import Source, Trace, read_trace
-from kvtier.tier.events import FromWorker, WorkerRef
-from kvtier.tier.messages import Finished, Locate, Stored
-from kvtier.tier.recorded_node import NODE
-from kvtier.tier.recorded_trace import Collector
-from kvtier.tier.recording import RecordingReader
-from kvtier.tier.rerun import heard
-from kvtier.tier.score import Kind
+from kvtier.tier.node.recording import NODE
+from kvtier.tier.policy.base import Kind
+from kvtier.tier.protocol.events import FromWorker, WorkerRef
+from kvtier.tier.protocol.messages import Finished, Locate, Stored
+from kvtier.tier.record.format import RecordingReader
+from kvtier.tier.record.rerun import heard
+from kvtier.tier.record.trace_export import Collector
 
 REF = WorkerRef("w0", "1")
 

@@ -14,13 +14,13 @@ from cache_world import World
 from node_kit import Peer, running, wait_until
 
 from kvtier.lab.recordings import opened
-from kvtier.tier.events import Drain, Event, WriteDone
-from kvtier.tier.page import TierName
-from kvtier.tier.recorded_node import NODE, about
-from kvtier.tier.recorder import MIN_BYTES, Recorder
-from kvtier.tier.recording import Alias, RecordingError
-from kvtier.tier.rerun import Verdict, rerun
-from kvtier.tier.service import ServiceStopped
+from kvtier.tier.node.recording import NODE, about
+from kvtier.tier.node.service import ServiceStopped
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.events import Drain, Event, WriteDone
+from kvtier.tier.record.format import Alias, RecordingError
+from kvtier.tier.record.rerun import Verdict, rerun
+from kvtier.tier.record.writer import MIN_BYTES, Recorder
 
 both_forms = pytest.mark.parametrize("name", ["node.kvrec", "node.kvrec.gz"])
 

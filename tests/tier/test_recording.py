@@ -35,11 +35,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recording_kit import SALT, SECRETS, a_life, run_again
 
-from kvtier.tier import checkpoint
-from kvtier.tier.base import CatalogueEntry, Place
-from kvtier.tier.checkpoint import CheckpointError
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.recording import MODULES, NODE
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.node.state.records import Job, Limits, Request, Worker
+from kvtier.tier.pages.identity import root_key
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, TierName
+from kvtier.tier.policy.base import Victim
+from kvtier.tier.protocol.events import (
     Command,
     Event,
     FromWorker,
@@ -47,11 +50,10 @@ from kvtier.tier.events import (
     ReadDone,
     WorkerRef,
 )
-from kvtier.tier.identity import root_key
-from kvtier.tier.messages import Locate
-from kvtier.tier.page import Envelope, PageKey, RootKey, TierName
-from kvtier.tier.recorded_node import MODULES, NODE
-from kvtier.tier.recording import (
+from kvtier.tier.protocol.messages import Locate
+from kvtier.tier.record import checkpoint
+from kvtier.tier.record.checkpoint import CheckpointError
+from kvtier.tier.record.format import (
     MAGIC,
     SUM_EVERY,
     VERSION,
@@ -59,10 +61,8 @@ from kvtier.tier.recording import (
     RecordingError,
     RecordingReader,
 )
-from kvtier.tier.records import Job, Limits, Request, Worker
-from kvtier.tier.rerun import rerun
-from kvtier.tier.score import Victim
-from kvtier.tier.service import CacheService
+from kvtier.tier.record.rerun import rerun
+from kvtier.tier.stores.base import CatalogueEntry, Place
 
 
 @given(seed=st.integers(0, 2**32), before=st.sampled_from([0, 1, 80]))
@@ -147,7 +147,9 @@ def test_a_failure_that_was_recorded_must_come_again() -> None:
 def test_other_code_is_told_from_the_recorders() -> None:
     node = a_life(3, 0, 3)
 
-    verdict = rerun(RecordingReader([node.ended()]), replace(NODE, modules={*MODULES, "kvtier.tier.host"}))
+    verdict = rerun(
+        RecordingReader([node.ended()]), replace(NODE, modules={*MODULES, "kvtier.tier.stores.host"})
+    )
 
     assert not verdict.is_same_code and verdict.difference is None
 
@@ -267,7 +269,11 @@ def test_a_state_that_names_anything_but_data_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = msgspec.msgpack.encode(
-        ([("kvtier.tier.coordinator:Coordinator", ["limits"])], [0], pickle.dumps((hostile,), protocol=5))
+        (
+            [("kvtier.tier.node.coordinator:Coordinator", ["limits"])],
+            [0],
+            pickle.dumps((hostile,), protocol=5),
+        )
     )
     bodies = frames(LIFE)
     part = msgspec.msgpack.encode(["StatePart", zlib.compress(state), True])
@@ -281,7 +287,13 @@ def test_a_state_that_names_anything_but_data_is_refused(
 
 @pytest.mark.parametrize(
     "kind",
-    ["builtins:dict", "subprocess:Popen", "kvtier.tier.service:CacheService", "kvtier.tier.base:Place", "x"],
+    [
+        "builtins:dict",
+        "subprocess:Popen",
+        "kvtier.tier.node.service:CacheService",
+        "kvtier.tier.stores.base:Place",
+        "x",
+    ],
 )
 def test_a_state_of_objects_that_are_none_of_the_machines_is_refused(kind: str) -> None:
     with pytest.raises(CheckpointError):
@@ -293,7 +305,8 @@ def test_names_inside_of_names_are_refused() -> None:
     dotted = b"\x80\x04\x8c\x17kvtier.tier.coordinator\x8c\x1eCoordinator.handle.__globals__\x93."
     with pytest.raises(CheckpointError, match="__globals__"):
         checkpoint.load(
-            msgspec.msgpack.encode(([("kvtier.tier.coordinator:Coordinator", ["x"])], [0], dotted)), MODULES
+            msgspec.msgpack.encode(([("kvtier.tier.node.coordinator:Coordinator", ["x"])], [0], dotted)),
+            MODULES,
         )
 
 
@@ -351,7 +364,7 @@ def test_no_array_looks_beyond_the_memory_it_was_given(at: tuple[int, tuple[int,
     offset, strides = at
     owner = Runs(checkpoint._array, "<f8", (4,), bytes(32))
     hostile = Runs(checkpoint._view, owner, "<f8", (3,), offset, strides)
-    state = ([("kvtier.tier.records:Job", ["seen"])], [0], pickle.dumps((hostile,), protocol=5))
+    state = ([("kvtier.tier.node.state.records:Job", ["seen"])], [0], pickle.dumps((hostile,), protocol=5))
 
     with pytest.raises(CheckpointError, match="buffer|strides|offset"):
         checkpoint.load(msgspec.msgpack.encode(state), MODULES)

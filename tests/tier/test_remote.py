@@ -24,11 +24,22 @@ from cache_world import (
     tenant_of,
 )
 
-from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Clear, Disconnect, Drain, Evict, FromWorker, HoldsChanged, Send, WorkerRef
-from kvtier.tier.fetches import PeerSpeed
-from kvtier.tier.messages import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.remote.fetching import CANCEL_S
+from kvtier.tier.node.state.fetches import PeerSpeed
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.events import (
+    Clear,
+    Disconnect,
+    Drain,
+    Evict,
+    FromWorker,
+    HoldsChanged,
+    Send,
+    WorkerRef,
+)
+from kvtier.tier.protocol.messages import (
     CancelFetch,
     Chain,
     Fetch,
@@ -42,10 +53,8 @@ from kvtier.tier.messages import (
     Stored,
     WantSlots,
 )
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
-from kvtier.tier.remote import CANCEL_S
-from kvtier.tier.slots import host_slots
+from kvtier.tier.stores.base import SegmentAllocator
+from kvtier.tier.stores.host_slots import host_slots
 
 TENANT = "ada"
 

@@ -25,8 +25,8 @@ from kvtier.lab.replay.replay import (
     work,
 )
 from kvtier.lab.traces.trace import Ids, Source, Trace, read_trace
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.score import Lru, PolicySettings, Use
+from kvtier.tier.policy.base import Lru, PolicySettings, Use
+from kvtier.tier.policy.ghost_cache import GhostCache
 
 CHAINS = [[1, 2, 3], [1, 2, 4], [9], [1, 2, 3, 5], [1, 2], [9, 10]]
 

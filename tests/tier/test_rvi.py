@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.hazard import AGES, EDGES, WIDTHS, Hazard, best_rates
-from kvtier.tier.releases import NONE, slots
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import Costs, Kind, PolicySettings, Use
+from kvtier.tier.policy.base import Costs, Kind, PolicySettings, Use
+from kvtier.tier.policy.ghost_cache import GhostCache
+from kvtier.tier.policy.rvi.policy import Rvi
+from kvtier.tier.policy.rvi.reuse_intervals import NONE, slots
+from kvtier.tier.policy.rvi.reuse_model import AGES, EDGES, WIDTHS, Hazard, best_rates
 
 requests = st.lists(
     st.tuples(
@@ -226,7 +226,7 @@ def test_described_with_score_idle_time_and_uses() -> None:
 
 
 def test_the_log_of_releases_is_bounded_and_what_fell_out_is_not_learned_from() -> None:
-    from kvtier.tier.releases import Releases
+    from kvtier.tier.policy.rvi.reuse_intervals import Releases
 
     learned = Hazard()
     policy = Rvi(PolicySettings())

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import pytest
 from cache_world import BF16, SimWorker, World, chain_keys, chain_of, key_of, spec_of, tenant_of
 
-from kvtier.tier.events import Clear, Drain, Evict
-from kvtier.tier.messages import Loaded, LoadFailed, Unsaved, WantSlots
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.events import Clear, Drain, Evict
+from kvtier.tier.protocol.messages import Loaded, LoadFailed, Unsaved, WantSlots
 
 TENANT = "ada"
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.ghost_cache import GhostCache
-from kvtier.tier.guard import Guarded
-from kvtier.tier.policies import NAMES, make_policy
-from kvtier.tier.rvi import Rvi
-from kvtier.tier.score import GONE, SHARED, Costs, Lru, PolicySettings, ScoreWeights, Use, joint_session
-from kvtier.tier.three_terms import ThreeTerms
+from kvtier.tier.policy.base import GONE, SHARED, Costs, Lru, PolicySettings, ScoreWeights, Use, joint_session
+from kvtier.tier.policy.ghost_cache import GhostCache
+from kvtier.tier.policy.guard import Guarded
+from kvtier.tier.policy.registry import NAMES, make_policy
+from kvtier.tier.policy.rvi.policy import Rvi
+from kvtier.tier.policy.weighted import ThreeTerms
 
 
 def test_every_policy_is_made_by_its_name_and_others_are_refused_with_the_choices() -> None:

@@ -27,9 +27,11 @@ from node_kit import (
     wait_until,
 )
 
-from kvtier.tier import checkpoint
-from kvtier.tier.base import Outcome, Place
-from kvtier.tier.events import (
+from kvtier.tier.node.executor.mover import load_roots, load_stored_before
+from kvtier.tier.node.service import STAGING_SLOTS, CacheService, ServiceStopped
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.pages.page import HEADER_BYTES, PageCorrupt, TierName
+from kvtier.tier.protocol.events import (
     Answer,
     Clear,
     ClearPages,
@@ -43,12 +45,10 @@ from kvtier.tier.events import (
     Unpin,
     Verify,
 )
-from kvtier.tier.identity import tenant_digest
-from kvtier.tier.mover import load_roots, load_stored_before
-from kvtier.tier.page import HEADER_BYTES, PageCorrupt, TierName
-from kvtier.tier.recording import RecordingError
-from kvtier.tier.service import STAGING_SLOTS, CacheService, ServiceStopped
-from kvtier.tier.ssd import SsdTier
+from kvtier.tier.record import checkpoint
+from kvtier.tier.record.format import RecordingError
+from kvtier.tier.stores.base import Outcome, Place
+from kvtier.tier.stores.ssd.store import SsdTier
 
 both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
 
@@ -242,7 +242,7 @@ def test_a_long_listing_asks_the_loop_for_a_few_pages_at_a_time(
             looked_at.append(len(among))
             return look(tenant, tier, limit, now, among)
 
-        monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+        monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
         monkeypatch.setattr(service._coordinator, "pages", count)
 
         assert {(info.key, info.tier) for info in service.pages()} == whole
@@ -281,7 +281,7 @@ def test_what_the_tiers_hold_is_asked_for_a_few_pages_at_a_time_and_told_of_whol
                         on_holds(command)
             return look(among)
 
-        monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+        monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
         monkeypatch.setattr(service._coordinator, "holds", count)
         changed.clear()
 
@@ -298,7 +298,7 @@ def test_what_the_tiers_hold_is_asked_for_a_few_pages_at_a_time_and_told_of_whol
 def test_all_of_a_tier_is_evicted_a_few_pages_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
     with running(tmp_path) as service:
         peer = Peer(tmp_path)
         keys = peer.store(0, 8)
@@ -316,7 +316,7 @@ def test_the_loop_turns_between_parts_of_what_is_asked_of_many_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that clears or checks all of a large cache in one turn is killed, since it stands still."""
-    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
     with running(tmp_path) as service:
         ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
         keys, others = ada.store(0, 8), eve.store(0, 2)
@@ -346,7 +346,7 @@ def test_the_loop_turns_between_parts_of_what_is_asked_of_many_pages(
 def test_what_is_stored_while_a_clear_runs_is_cleared_too_and_comes_back_from_no_rebuild(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tier.service.LIST_STEP", 3)
+    monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
     with running(tmp_path, store=store) as service:
         ada, bob = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="bob")
         keys, others = ada.store(0, 7), bob.store(0, 2)
@@ -403,7 +403,7 @@ def test_a_killed_workers_slots_come_back(tmp_path: Path) -> None:
             "import sys; sys.path.insert(0, sys.argv[1])\n"
             "from pathlib import Path\n"
             "from node_kit import PAYLOAD_BYTES, Peer\n"
-            "from kvtier.tier.messages import Granted, WantSlots\n"
+            "from kvtier.tier.protocol.messages import Granted, WantSlots\n"
             "peer = Peer(Path(sys.argv[2]))\n"
             "peer.store(0, 2, hold_for='preempted')\n"
             "peer.client.send(WantSlots(2, PAYLOAD_BYTES)); peer.hear(Granted)\n"

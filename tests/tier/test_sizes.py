@@ -8,11 +8,11 @@ from cache_world import FP8, INT4C, Kind, SimWorker, World, chain_of, key_of, st
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.base import Outcome
-from kvtier.tier.events import Evict, Pin
-from kvtier.tier.messages import LoadFailed, ReturnSlots, Stored
-from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.slots import HostSlots, host_slots
+from kvtier.tier.pages.page import TierName, slot_bytes
+from kvtier.tier.protocol.events import Evict, Pin
+from kvtier.tier.protocol.messages import LoadFailed, ReturnSlots, Stored
+from kvtier.tier.stores.base import Outcome
+from kvtier.tier.stores.host_slots import HostSlots, host_slots
 
 TENANT = "ada"
 LARGE, SMALL = (0, FP8), (0, INT4C)

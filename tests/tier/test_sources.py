@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.sources import L4, Compute, Plan, Prices, Run, Way, cheapest
+from kvtier.tier.node.remote.sources import L4, Compute, Plan, Prices, Run, Way, cheapest
 
 FAST, SLOW = Way(1.0, 1.0), Way(1.0, 10.0)
 

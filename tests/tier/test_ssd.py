@@ -26,12 +26,12 @@ from tier_pages import (
     write_page,
 )
 
-from kvtier.tier import slab
-from kvtier.tier.base import Place
-from kvtier.tier.page import PageCorrupt, PageMissing, slot_bytes
-from kvtier.tier.ssd import SsdTier, open_ssd
-from kvtier.tier.ssd_layout import Layout, Store
-from kvtier.tier.ssd_records import pack_record, record_key
+from kvtier.tier.pages.page import PageCorrupt, PageMissing, slot_bytes
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.ssd import slab
+from kvtier.tier.stores.ssd.layout import Layout, Store
+from kvtier.tier.stores.ssd.records import pack_record, record_key
+from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
 PAGE_BYTES = 40 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)

@@ -19,11 +19,11 @@ import pytest
 from fault_shim import AUDITED, Audit, Calls, killed_at, shimmed
 from tier_pages import entry_of, page_key, read_page, write_page
 
-from kvtier.tier.base import Place
-from kvtier.tier.page import PageCorrupt, PageMissing, slot_bytes
-from kvtier.tier.ssd import SsdTier, open_ssd
-from kvtier.tier.ssd_layout import Store
-from kvtier.tier.ssd_open import keep
+from kvtier.tier.pages.page import PageCorrupt, PageMissing, slot_bytes
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.ssd.layout import Store
+from kvtier.tier.stores.ssd.opening import keep
+from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
 PAGE_BYTES = 60 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)

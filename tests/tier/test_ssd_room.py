@@ -7,9 +7,11 @@ import random
 import msgspec
 from cache_world import BF16, FP8, ROOT, hello_of, spec_of, stored_page
 
-from kvtier.tier.base import CatalogueEntry, SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.residency.demotion import RETIRED_S
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, TierName, slot_bytes
+from kvtier.tier.protocol.events import (
     Command,
     CommitCatalogue,
     FromWorker,
@@ -19,11 +21,9 @@ from kvtier.tier.events import (
     WriteFailed,
     WritePage,
 )
-from kvtier.tier.messages import Granted, Stored, WantSlots
-from kvtier.tier.page import Envelope, PageKey, RootKey, TierName, slot_bytes
-from kvtier.tier.records import Limits
-from kvtier.tier.sinking import RETIRED_S
-from kvtier.tier.slots import host_slots
+from kvtier.tier.protocol.messages import Granted, Stored, WantSlots
+from kvtier.tier.stores.base import CatalogueEntry, SegmentAllocator
+from kvtier.tier.stores.host_slots import host_slots
 
 SMALL, LARGE = 4096, 8192
 SLOTS = 16  # small ones in a segment

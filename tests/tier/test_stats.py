@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.page import TierName
+from kvtier.tier.pages.page import TierName
 from kvtier.tier.stats import Ledger, RequestTotals, Snapshot, TierCounters, has_restarted, lasting
 
 HELD = {

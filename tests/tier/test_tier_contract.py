@@ -1,4 +1,4 @@
-"""What every tier below L1 promises (`Tier` of tier/base.py), held by each of them through one suite.
+"""What every tier below L1 promises (`Tier` of tier/stores/base.py), held by each of them through one suite.
 
 Another tier joins by adding its factory to TIERS.
 """
@@ -23,12 +23,12 @@ from tier_pages import (
     write_page,
 )
 
-from kvtier.tier import slab
-from kvtier.tier.base import Place, Tier
-from kvtier.tier.host import HostTier
-from kvtier.tier.page import ALIGN_BYTES, Envelope, PageCorrupt, PageMissing, slot_bytes
-from kvtier.tier.ssd import open_ssd
-from kvtier.tier.ssd_layout import Store
+from kvtier.tier.pages.page import ALIGN_BYTES, Envelope, PageCorrupt, PageMissing, slot_bytes
+from kvtier.tier.stores.base import Place, Tier
+from kvtier.tier.stores.host import HostTier
+from kvtier.tier.stores.ssd import slab
+from kvtier.tier.stores.ssd.layout import Store
+from kvtier.tier.stores.ssd.store import open_ssd
 
 PAGE_BYTES = 40 * 1024 + 256  # no whole number of 4 KiB
 SLOT_BYTES = slot_bytes(PAGE_BYTES)

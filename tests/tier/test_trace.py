@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtier.lab.traces.formats import MAX_PAGES, TraceError
 from kvtier.lab.traces.pages import Runs, concatenated, number_pages
 from kvtier.lab.traces.trace import Source, Trace, read_trace
-from kvtier.tier.score import Kind
+from kvtier.tier.policy.base import Kind
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},

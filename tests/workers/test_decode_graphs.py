@@ -21,8 +21,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from kvtier.kernels.ops import Kernels
 from kvtier.kernels.triton_kernels import TritonKernels
-from kvtier.workers.decode_graphs import Replay
-from kvtier.workers.runner import Runner
+from kvtier.workers.runner.decode_graphs import Replay
+from kvtier.workers.runner.runner import Runner
 
 Call = Callable[[], None]
 
@@ -97,7 +97,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernels(device: torch.device, cache: Path, threads: int, native: str, invariant: bool) -> Kernels:
         return TritonKernels(device, invariant)
 
-    monkeypatch.setattr("kvtier.workers.runner.choose_kernels", kernels)
+    monkeypatch.setattr("kvtier.workers.runner.runner.choose_kernels", kernels)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from worker_kit import PAGE_TOKENS, caching, keys, serving, settle, tiny_runner
 from kvtier.lab.replay.chain_node import ChainNode
 from kvtier.lab.simulation.node import NodeSizes, SimNode
 from kvtier.lab.simulation.parts import Agenda
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.messages import Hello, WriteMode
-from kvtier.tier.page import TierName
-from kvtier.tier.score import Costs, PolicySettings
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Costs, PolicySettings
+from kvtier.tier.protocol.messages import Hello, WriteMode
 
 COSTS = Costs(20e-3, 64.0)
 

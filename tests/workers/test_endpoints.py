@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.workers.endpoints import Endpoint, bare_host, is_loopback
+from kvtier.workers.machine.endpoints import Endpoint, bare_host, is_loopback
 
 HOSTS = st.one_of(
     st.ip_addresses(v=4).map(str),

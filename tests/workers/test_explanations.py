@@ -6,7 +6,7 @@ from pathlib import Path
 
 from worker_kit import serving, tiny_runner
 
-from kvtier.workers.api import EngineRequest, SamplingParams
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
 
 
 def test_a_request_is_found_by_its_name_and_by_its_clients_id(tiny_llama: Path) -> None:

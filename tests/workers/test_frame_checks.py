@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.page import PageFormat, PageKey, PageSpec, page_checksum
-from kvtier.workers.frame_checks import SEED, DeviceChecks, FramePage, HostChecks, page_checks
+from kvtier.tier.pages.page import PageFormat, PageKey, PageSpec, page_checksum
+from kvtier.workers.paging.frame_checks import SEED, DeviceChecks, FramePage, HostChecks, page_checks
 
 KEY, OTHER = PageKey(b"k" * 32), PageKey(b"o" * 32)
 SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_tokens=4, format=PageFormat.BF16)
@@ -49,7 +49,7 @@ def test_a_digest_is_two_sums_of_a_pages_words_and_its_names() -> None:
 
 
 def test_many_pages_of_several_sizes_are_digested_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.workers.frame_checks.MOST_BYTES", 2 * SPEC.nbytes)
+    monkeypatch.setattr("kvtier.workers.paging.frame_checks.MOST_BYTES", 2 * SPEC.nbytes)
     arena = arena_of(32)
     pages = [FramePage(2 * i, KEY if i % 3 else OTHER, SMALL if i % 4 == 1 else SPEC) for i in range(15)]
 

@@ -22,10 +22,10 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.page import TierName
-from kvtier.workers.formats import largest_page_bytes
-from kvtier.workers.group_pages import RankPages
-from kvtier.workers.runner import GroupPages, SequenceRows, StepBatch
+from kvtier.tier.pages.page import TierName
+from kvtier.workers.models.formats import largest_page_bytes
+from kvtier.workers.parallel.pages import RankPages
+from kvtier.workers.runner.runner import GroupPages, SequenceRows, StepBatch
 
 PROMPT = random_tokens(1, 70, tiny_models.VOCAB).tolist()
 

@@ -23,17 +23,17 @@ from tiny_models import VOCAB
 from waiting import until
 from worker_kit import caching, page_sizes, serving, settle, sink_to_l3, tiny_runner
 
-from kvtier.tier.base import Place
-from kvtier.tier.host import HostTier
-from kvtier.tier.messages import Grant
-from kvtier.tier.page import PageKey, RootKey, TierName, slot_bytes
-from kvtier.workers.api import FinishReason, WorkerStopped
-from kvtier.workers.copier import SaveJob, SavePage
-from kvtier.workers.group_pages import RankPages
-from kvtier.workers.group_plan import Begin, CopyIn, GroupBroken, Joined
-from kvtier.workers.group_rank import Mailbox
-from kvtier.workers.pulse import Pulse
-from kvtier.workers.runner import StepBatch
+from kvtier.tier.pages.page import PageKey, RootKey, TierName, slot_bytes
+from kvtier.tier.protocol.messages import Grant
+from kvtier.tier.stores.base import Place
+from kvtier.tier.stores.host import HostTier
+from kvtier.workers.engine.heartbeat import Pulse
+from kvtier.workers.paging.copier import SaveJob, SavePage
+from kvtier.workers.parallel.pages import RankPages
+from kvtier.workers.parallel.plan import Begin, CopyIn, GroupBroken, Joined
+from kvtier.workers.parallel.rank import Mailbox
+from kvtier.workers.requests.api import FinishReason, WorkerStopped
+from kvtier.workers.runner.runner import StepBatch
 
 WATCHED_S = 6.0  # a group's patience where a test waits for it
 
@@ -205,9 +205,9 @@ def test_the_process_of_a_worker_whose_rank_died_ends(tiny_llama: Path) -> None:
     """So that it is started anew as a whole."""
     script = f"""
 import sys, psutil
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import DecodeWorkerProcess
-from kvtier.workers.scheduler import PREEMPTION
+from kvtier.workers.scheduling.scheduler import PREEMPTION
 worker = DecodeWorkerProcess(
     worker_id="w0", node_id="n0", socket_path=None, model_path={str(tiny_llama)!r}, tenants={{"default": ""}},
     policy=PolicySettings(), write="through", shares={{}}, preemption=PREEMPTION, dtype="float32", page_tokens=16,

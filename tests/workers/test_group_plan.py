@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.tier.ipc import FrameReader, frame
-from kvtier.workers.group_plan import (
+from kvtier.tier.protocol.ipc import FrameReader, frame
+from kvtier.workers.parallel.plan import (
     MAX_UNANSWERED,
     Done,
     Forward,
@@ -18,7 +18,7 @@ from kvtier.workers.group_plan import (
     batch_of,
     forward_step,
 )
-from kvtier.workers.runner import GroupPages, SequenceRows, StepBatch
+from kvtier.workers.runner.runner import GroupPages, SequenceRows, StepBatch
 
 
 def test_a_result_is_there_once_the_last_rank_has_answered() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.workers.formats import LayerGroup, unit_bytes_of
-from kvtier.workers.group_pages import RankPages
-from kvtier.workers.group_share import WHOLE, Share, share_unit_bytes
+from kvtier.tier.pages.page import PageFormat, PageSpec
+from kvtier.workers.models.formats import LayerGroup, unit_bytes_of
+from kvtier.workers.models.shards.share import WHOLE, Share, share_unit_bytes
+from kvtier.workers.parallel.pages import RankPages
 
 FORMATS = tuple(f for f in PageFormat if f is not PageFormat.FP16)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from waiting import until
 from worker_kit import Client, keys, page_sizes, serving, tiny_runner
 
-from kvtier.tier.page import PageKey, TierName
+from kvtier.tier.pages.page import PageKey, TierName
 
 
 class Mirror:

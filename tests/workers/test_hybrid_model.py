@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from kvtier.kernels.ops import Kernels, TorchKernels
 from kvtier.kernels.triton_kernels import TritonKernels
-from kvtier.tier.identity import root_key
-from kvtier.workers import model
+from kvtier.tier.pages.identity import root_key
+from kvtier.workers.models import base as model
 
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 NEW_TOKENS = 64
@@ -258,7 +258,7 @@ def test_a_gpus_kernels_give_the_tokens_of_plain_torch(
 
     with runner_of(folder, numerics="fast", **changes) as plain:
         expected = generate(plain, prompts, 4, chunk=24)
-    monkeypatch.setattr("kvtier.workers.runner.choose_kernels", triton_kernels)
+    monkeypatch.setattr("kvtier.workers.runner.runner.choose_kernels", triton_kernels)
     with runner_of(folder, numerics="fast", **changes) as on_gpu:
         tokens = generate(on_gpu, prompts, 4, chunk=24)
 

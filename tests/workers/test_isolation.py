@@ -13,8 +13,8 @@ import tiny_models
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, caching, serving, sink_to_l3, tiny_runner
 
-from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
-from kvtier.workers.runner import StepBatch
+from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
+from kvtier.workers.runner.runner import StepBatch
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from l1_worlds import POLICIES, Recorded, drive, run_again, workload
 from scheduler_kit import Machine, Page
 
-from kvtier.tier.page import PageFormat
-from kvtier.workers.api import FinishReason
-from kvtier.workers.l1_events import LendOut, LentOverdue, TakeBack
-from kvtier.workers.lender import PATIENCE_S, STARVED_S, Lender, starved, to_lend, to_take_back
-from kvtier.workers.sequence import SequenceState
+from kvtier.tier.pages.page import PageFormat
+from kvtier.workers.node_io.peer_export import PATIENCE_S, STARVED_S, Lender, starved, to_lend, to_take_back
+from kvtier.workers.requests.api import FinishReason
+from kvtier.workers.requests.sequence import SequenceState
+from kvtier.workers.scheduling.l1_events import LendOut, LentOverdue, TakeBack
 
 RAW, SMALL = PageFormat.FP32, PageFormat.INT4C
 

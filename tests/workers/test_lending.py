@@ -23,10 +23,10 @@ from lending_kit import (
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, caching, page_sizes, serving, tiny_runner
 
-from kvtier.tier.ipc import NodeClient
-from kvtier.tier.messages import Arena, FramesGranted, Hello, RecallFrames, WantFrames
-from kvtier.tier.page import TierName
-from kvtier.workers.api import FinishReason
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.ipc import NodeClient
+from kvtier.tier.protocol.messages import Arena, FramesGranted, Hello, RecallFrames, WantFrames
+from kvtier.workers.requests.api import FinishReason
 
 
 @pytest.mark.parametrize(("write", "as_on_gpu"), [("through", False), ("demote", False), ("through", True)])
@@ -244,7 +244,7 @@ def test_workers_with_pages_of_several_sizes_lend_and_borrow_whole_slabs(
 def test_who_needs_the_room_that_a_borrower_never_gives_back_is_told_so(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, max_tokens: int
 ) -> None:
-    monkeypatch.setattr("kvtier.workers.lender.STARVED_S", 0.5)
+    monkeypatch.setattr("kvtier.workers.node_io.peer_export.STARVED_S", 0.5)
     (large, other), (small,) = prompts(2, pages=pages, seed=5), prompts(1)
     with caching(tmp_path) as service, worker(tiny_llama, tmp_path, "lender", 64, 0.75) as lender:
         (expected,) = uncached(lender, [small])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from worker_kit import Slowed, serving, tiny_runner
 
-from kvtier.tier.base import Outcome, PageInfo
-from kvtier.tier.page import PageKey, TierName
-from kvtier.workers.worker import DecodeWorker
+from kvtier.tier.pages.page import PageKey, TierName
+from kvtier.tier.stores.base import Outcome, PageInfo
+from kvtier.workers.engine.worker import DecodeWorker
 
 ALL = 10_000
 

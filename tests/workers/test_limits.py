@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.workers import cgroups
-from kvtier.workers.limits import cores_here, cpu_quota, cpus_here, oom_kills, read_limits
+from kvtier.workers.machine import cgroups
+from kvtier.workers.machine.limits import cores_here, cpu_quota, cpus_here, oom_kills, read_limits
 
 GIB = 2**30
 

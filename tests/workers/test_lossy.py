@@ -22,8 +22,8 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.page import PageFormat, TierName
-from kvtier.workers.api import FinishReason
+from kvtier.tier.pages.page import PageFormat, TierName
+from kvtier.workers.requests.api import FinishReason
 
 INT4C = frozenset({"int4c"})
 

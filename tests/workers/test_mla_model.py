@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from kvtier.kernels import reference
 from kvtier.kernels.ops import Format, TorchKernels
-from kvtier.tier.page import PageFormat
-from kvtier.workers import model_mla
-from kvtier.workers.formats import layout_of
-from kvtier.workers.model import page_spec
-from kvtier.workers.model_mla import LatentModel
-from kvtier.workers.runner import Runner
+from kvtier.tier.pages.page import PageFormat
+from kvtier.workers.models.base import page_spec
+from kvtier.workers.models.formats import layout_of
+from kvtier.workers.models.forwards import latent as model_mla
+from kvtier.workers.models.forwards.latent import LatentModel
+from kvtier.workers.runner.runner import Runner
 
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 NEW_TOKENS = 64

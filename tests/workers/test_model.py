@@ -19,9 +19,9 @@ from runner_kit import Pool, Sequence, feed, random_tokens, runner_of, step
 from transformers import AutoModelForCausalLM
 
 from kvtier.kernels.ops import TorchKernels
-from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.workers.model import page_spec, read_shape
-from kvtier.workers.runner import IntArray, Runner, StepBatch
+from kvtier.tier.pages.page import PageFormat, PageSpec
+from kvtier.workers.models.base import page_spec, read_shape
+from kvtier.workers.runner.runner import IntArray, Runner, StepBatch
 
 TOKENS = 150
 FAMILIES: dict[str, Callable[..., Path]] = {

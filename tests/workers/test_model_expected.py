@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from waiting import until
 
-from kvtier.workers import model_expected
-from kvtier.workers.model_expected import Expected, compute_expected
-from kvtier.workers.model_weights import Checkpoint
-from kvtier.workers.runner import Runner, load_runner
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.forwards import reference as model_expected
+from kvtier.workers.models.forwards.reference import Expected, compute_expected
+from kvtier.workers.runner.runner import Runner, load_runner
 
 CPU = torch.device("cpu")
 
 OF_ITS_OWN = """
 import sys
 from pathlib import Path
-from kvtier.workers.runner import load_runner
+from kvtier.workers.runner.runner import load_runner
 try:
     runner = load_runner(sys.argv[1], cache_dir=Path(sys.argv[2]), dtype="float32", page_tokens=16, l1_bytes=1 << 20,
         numerics="auto", forward="lean", threads=1, max_context=0, max_batch_tokens=64, epoch=0, native="off")
@@ -207,7 +207,15 @@ def test_the_other_process_ends_with_this_one(tmp_path: Path) -> None:
     fifo = tmp_path / "config.json"
     os.mkfifo(fifo)  # it waits for the model's config for as long as nobody writes it
     child: Any = subprocess.Popen(
-        [sys.executable, "-m", "kvtier.workers.model_expected", str(tmp_path), "float32", "cpu", "1"],
+        [
+            sys.executable,
+            "-m",
+            "kvtier.workers.models.forwards.reference",
+            str(tmp_path),
+            "float32",
+            "cpu",
+            "1",
+        ],
         stdin=subprocess.PIPE,
         env=environment,
     )

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.workers import model_store
-from kvtier.workers.model_store import KnownModel, ModelError, default_cache, list_models, pull, resolve
+from kvtier.workers.models.files import store as model_store
+from kvtier.workers.models.files.store import (
+    KnownModel,
+    ModelError,
+    default_cache,
+    list_models,
+    pull,
+    resolve,
+)
 
 WEIGHTS = bytes(range(256)) * 64
 

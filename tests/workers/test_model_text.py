@@ -12,7 +12,7 @@ from gateway_kit import EOS, IM_START, TEMPLATE, make_byte_tokenizer, make_piece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.workers.model_text import Text, TextError, tokenizer_digest
+from kvtier.workers.models.text import Text, TextError, tokenizer_digest
 
 _SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 

@@ -9,9 +9,9 @@ import pytest
 import tiny_models
 from runner_kit import runner_of
 
-from kvtier.tier.identity import root_key
-from kvtier.workers import model_versions
-from kvtier.workers.model_versions import code_digest, forward_sources
+from kvtier.tier.pages.identity import root_key
+from kvtier.workers.models.files import versions as model_versions
+from kvtier.workers.models.files.versions import code_digest, forward_sources
 
 
 def root(folder: Path) -> bytes:
@@ -48,10 +48,10 @@ def test_the_code_that_computes_pages_is_the_forwards_and_all_kernels() -> None:
     names = {f"{file.parent.name}/{file.name}" for file in forward_sources()}
 
     assert {
-        "workers/model_lean.py",
-        "workers/model_mla.py",
-        "workers/model_transformers.py",
-        "workers/rope.py",
+        "forwards/lean.py",
+        "forwards/latent.py",
+        "forwards/transformers.py",
+        "forwards/rope.py",
         "cpu/llama.hpp",
         "cpu/engine.cpp",
         "cpu/native.py",

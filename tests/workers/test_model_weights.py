@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtier.kernels.ops import TorchKernels
-from kvtier.workers import model_lean
-from kvtier.workers.model import read_shape
-from kvtier.workers.model_quant import Scheme, dequantize, scheme_of
-from kvtier.workers.model_weights import Checkpoint
-from kvtier.workers.rope import Rope
+from kvtier.workers.models.base import read_shape
+from kvtier.workers.models.files.quantized import Scheme, dequantize, scheme_of
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.forwards import lean as model_lean
+from kvtier.workers.models.forwards.rope import Rope
 
 FORWARDS = ("lean", "transformers")
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
@@ -495,7 +495,7 @@ def test_a_lean_forward_that_differs_from_transformers_is_refused_when_loaded(
             rope._frequencies = rope._frequencies * 1.001
             return rope
 
-        monkeypatch.setattr("kvtier.workers.runner.load_rope", off)
+        monkeypatch.setattr("kvtier.workers.runner.runner.load_rope", off)
     else:
         name = "model.layers.1.mlp.up_proj.weight" if part == "weights" else "model.norm.weight"
         get = model_lean.LeanWeights.get

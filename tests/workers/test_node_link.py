@@ -12,8 +12,8 @@ import pytest
 import torch
 from node_kit import FIELDS, PAYLOAD_BYTES, SPEC, running
 
-from kvtier.tier.messages import Hello
-from kvtier.workers.node_link import Connected, LinkEvent, NodeLink
+from kvtier.tier.protocol.messages import Hello
+from kvtier.workers.node_io.node_link import Connected, LinkEvent, NodeLink
 
 HELLO = Hello("w0", "1", {SPEC: PAYLOAD_BYTES}, {SPEC: PAYLOAD_BYTES}, FIELDS)
 PATIENCE_S = 120.0
@@ -77,7 +77,10 @@ def test_a_slab_that_cannot_be_pinned_is_used_all_the_same_and_said_once(
     cudart = Cudart(error=2)
     use(monkeypatch, cudart)
 
-    with caplog.at_level(logging.WARNING, "kvtier.workers.node_link"), connected(tmp_path, True) as link:
+    with (
+        caplog.at_level(logging.WARNING, "kvtier.workers.node_io.node_link"),
+        connected(tmp_path, True) as link,
+    ):
         is_up, can_save = link.is_up, link.can_save(PAYLOAD_BYTES)
 
     assert is_up and can_save

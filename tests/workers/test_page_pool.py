@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from l1_worlds import INT4C, INT8, RAW, drive, workload
 from scheduler_kit import Machine, tenancy_of
 
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import ChainNeeds, Recipe, Window
-from kvtier.workers.api import FinishReason
-from kvtier.workers.frames import SaveState
-from kvtier.workers.sequence import Tenancy
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import ChainNeeds, Recipe, Window
+from kvtier.workers.paging.frames import SaveState
+from kvtier.workers.requests.api import FinishReason
+from kvtier.workers.requests.sequence import Tenancy
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, serving, tiny_runner
 
-from kvtier.workers.api import MAX_TOLD_PROMPT, EngineRequest, SamplingParams, TokenLogprobs
-from kvtier.workers.scheduler import PROMPT_LOGITS
+from kvtier.workers.requests.api import MAX_TOLD_PROMPT, EngineRequest, SamplingParams, TokenLogprobs
+from kvtier.workers.scheduling.scheduler import PROMPT_LOGITS
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

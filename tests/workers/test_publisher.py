@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from waiting import until
 
-from kvtier.cluster.directory_core import DirectoryCore
-from kvtier.tier.feed import KEY_BYTES, SOON_KEYS, Batch, Feed, Reply, Source
-from kvtier.tier.page import TierName
+from kvtier.cluster.directory.core import DirectoryCore
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.protocol.kv_events import KEY_BYTES, SOON_KEYS, Batch, Feed, Reply, Source
 from kvtier.workers import actor as actor_module
-from kvtier.workers import publisher as publisher_module
-from kvtier.workers.publisher import MAX_NOTED, Holds, Outlet, Publisher, PublishError
+from kvtier.workers.engine import kv_publisher as publisher_module
+from kvtier.workers.engine.kv_publisher import MAX_NOTED, Holds, Outlet, Publisher, PublishError
 
 L3 = TierName.HOST
 SOURCE = Source("node:n0", "life", "n0", "", "host:1")

@@ -12,14 +12,14 @@ from typing import Any
 from waiting import until
 from worker_kit import serving, tiny_runner
 
-from kvtier.workers.pulse import TURN_S, Pulse
+from kvtier.workers.engine.heartbeat import TURN_S, Pulse
 
 # Makes kernels until their thread was found to turn five times, by a clock that goes on by 1 whenever it is read: a loop
 # that stands still is found further behind at each look. Prints how often it was found to turn.
 MAKES_KERNELS = """
 import itertools, threading, time
 from kvtier.kernels import aot
-from kvtier.workers.pulse import Pulse
+from kvtier.workers.engine.heartbeat import Pulse
 is_seen = threading.Event()
 def make():
     for name in aot.variants("sm_90"):

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_kit import Strict
 
-from kvtier.tier.page import PageFormat, PageKey, RootKey
-from kvtier.tier.score import Lru, Use, Victim
-from kvtier.workers.frames import PageRecord, SaveState
-from kvtier.workers.ghosts import Ghost, Ghosts
-from kvtier.workers.page_cache import PageCache
-from kvtier.workers.page_pool import PagePool
-from kvtier.workers.ranks import Leaves, Ranks
+from kvtier.tier.pages.page import PageFormat, PageKey, RootKey
+from kvtier.tier.policy.base import Lru, Use, Victim
+from kvtier.workers.paging.frames import PageRecord, SaveState
+from kvtier.workers.paging.ghosts import Ghost, Ghosts
+from kvtier.workers.paging.page_cache import PageCache
+from kvtier.workers.paging.page_pool import PagePool
+from kvtier.workers.paging.ranks import Leaves, Ranks
 
 RAW = PageFormat.FP32
 TENANTS = [b"a" * 16, b"b" * 16, b"c" * 16]

@@ -14,8 +14,8 @@ from lending_kit import borrower_and_lender, fill, l2, prompts, uncached, worker
 from waiting import until
 from worker_kit import caching
 
-from kvtier.tier.hbm import Arena, PeerArena
-from kvtier.tier.page import TierName
+from kvtier.tier.l1.arena import Arena, PeerArena
+from kvtier.tier.pages.page import TierName
 
 ROUNDS = 6
 

@@ -17,16 +17,16 @@ from waiting import until
 from worker_kit import PAGE_TOKENS, caching, page_sizes, serving, settle, sink_to_l3, sink_to_l4, tiny_runner
 
 from kvtier.lab.recordings import Summary, opened, summed_up, verified
-from kvtier.tier import checkpoint
-from kvtier.tier.identity import tenant_salt
-from kvtier.tier.prefix import PrefixIndex
-from kvtier.tier.recording import Alias, RecordingError, RecordingReader
-from kvtier.tier.rerun import Verdict, rerun
-from kvtier.workers.api import EngineRequest, SamplingParams
-from kvtier.workers.l1 import L1
-from kvtier.workers.l1_events import LoadOver
-from kvtier.workers.recorded_l1 import MODULES, WORKER, hiding_machine
-from kvtier.workers.runner import StepBatch
+from kvtier.tier.l1.prefix import PrefixIndex
+from kvtier.tier.pages.identity import tenant_salt
+from kvtier.tier.record import checkpoint
+from kvtier.tier.record.format import Alias, RecordingError, RecordingReader
+from kvtier.tier.record.rerun import Verdict, rerun
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
+from kvtier.workers.runner.runner import StepBatch
+from kvtier.workers.scheduling.l1 import L1
+from kvtier.workers.scheduling.l1_events import LoadOver
+from kvtier.workers.scheduling.recorded import MODULES, WORKER, hiding_machine
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

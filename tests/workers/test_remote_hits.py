@@ -14,9 +14,9 @@ from exchange_kit import PlainExchange, exchanging
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, serving, settle, sink_to_l3, tiny_runner
 
-from kvtier.tier.page import HEADER_BYTES, TierName, slot_bytes
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import EngineRequest, SamplingParams
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import HEADER_BYTES, TierName, slot_bytes
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
 
 PAGE_BYTES = 8192
 PROMPT: list[int] = np.random.default_rng(5).integers(0, 512, 6 * PAGE_TOKENS + 5).tolist()

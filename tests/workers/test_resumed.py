@@ -16,9 +16,9 @@ from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, caching, keys, serving, settle, tiny_runner
 
 from kvtier.lab.recordings import opened, summed_up
-from kvtier.tier.page import TierName
-from kvtier.workers import handover
-from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
+from kvtier.tier.pages.page import TierName
+from kvtier.workers.engine import handoff as handover
+from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
 
 MAX_TOKENS = 40
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from runner_kit import runner_of
 
-from kvtier.tier.identity import page_keys, root_key
+from kvtier.tier.pages.identity import page_keys, root_key
 
 
 def test_a_models_root_and_its_pages_keys_differ_by_each_of_its_fields(

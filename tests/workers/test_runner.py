@@ -21,14 +21,15 @@ from safetensors.torch import load_file
 from kvtier.kernels import reference
 from kvtier.kernels.cpu import build
 from kvtier.kernels.ops import BuildError, Format, choose_kernels
-from kvtier.tier.identity import root_key
-from kvtier.tier.page import PageFormat
-from kvtier.tier.recipe import Recipe
-from kvtier.workers import model_files, model_gguf
-from kvtier.workers.formats import FORMAT_CODES, layout_of
-from kvtier.workers.model_files import resolve_model, weights_fingerprint
-from kvtier.workers.model_gguf import KNOWN_SPLITS, convert_gguf, pre_tokenizer
-from kvtier.workers.runner import (
+from kvtier.tier.pages.identity import root_key
+from kvtier.tier.pages.page import PageFormat
+from kvtier.tier.pages.recipe import Recipe
+from kvtier.workers.models.files import files as model_files
+from kvtier.workers.models.files import gguf as model_gguf
+from kvtier.workers.models.files.files import resolve_model, weights_fingerprint
+from kvtier.workers.models.files.gguf import KNOWN_SPLITS, convert_gguf, pre_tokenizer
+from kvtier.workers.models.formats import FORMAT_CODES, layout_of
+from kvtier.workers.runner.runner import (
     GroupPages,
     Runner,
     SequenceRows,

@@ -10,10 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.workers import sampler
-from kvtier.workers.api import RANGES, SamplingParams
-from kvtier.workers.sampler import SampleRow, has_penalty, is_plain, sample, sample_greedy, uniform
-from kvtier.workers.seen_tokens import CATCH_UP, FIRST_ROOM, SeenTokens
+from kvtier.workers.engine.sampling import sampler
+from kvtier.workers.engine.sampling.sampler import (
+    SampleRow,
+    has_penalty,
+    is_plain,
+    sample,
+    sample_greedy,
+    uniform,
+)
+from kvtier.workers.engine.sampling.seen_tokens import CATCH_UP, FIRST_ROOM, SeenTokens
+from kvtier.workers.requests.api import RANGES, SamplingParams
 
 VOCAB = 97
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker_kit import Client, serving, tiny_runner
 
-from kvtier.workers.api import BIAS_RANGE, MAX_LOGIT_BIAS, RANGES, FinishReason
+from kvtier.workers.requests.api import BIAS_RANGE, MAX_LOGIT_BIAS, RANGES, FinishReason
 
 VOCAB = 512
 MAX_TOKENS = 6

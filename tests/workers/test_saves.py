@@ -23,10 +23,10 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.base import Outcome
-from kvtier.tier.identity import tenant_digest
-from kvtier.workers.copier import Job, SaveJob
-from kvtier.workers.worker import _Copied
+from kvtier.tier.pages.identity import tenant_digest
+from kvtier.tier.stores.base import Outcome
+from kvtier.workers.engine.worker import _Copied
+from kvtier.workers.paging.copier import Job, SaveJob
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -17,10 +17,10 @@ from peer_stub import exchange
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, keys, serving, settle, tiny_runner
 
-from kvtier.tier.page import TierName, slot_bytes
-from kvtier.tier.service import CacheService
-from kvtier.workers.api import EngineRequest, SamplingParams
-from kvtier.workers.runner import StepBatch
+from kvtier.tier.node.service import CacheService
+from kvtier.tier.pages.page import TierName, slot_bytes
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
+from kvtier.workers.runner.runner import StepBatch
 
 Write = Literal["through", "demote"]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_kit import PLAIN, TENANT, Machine, expected, tenancy_of
 
-from kvtier.tier.page import PageKey
-from kvtier.tier.score import ScoreWeights
-from kvtier.workers.api import FinishReason
+from kvtier.tier.pages.page import PageKey
+from kvtier.tier.policy.base import ScoreWeights
+from kvtier.workers.requests.api import FinishReason
 
 
 def keys(made: Machine) -> list[PageKey]:

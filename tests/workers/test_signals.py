@@ -14,11 +14,11 @@ import pytest
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Slowed, keys, serving, tiny_runner
 
-from kvtier.tier.events import FromWorker
-from kvtier.tier.ipc import NodeServer
-from kvtier.tier.messages import Finished, Hello, Locate, Located, Missing, ToNode, Welcome
-from kvtier.tier.score import Kind, PolicySettings
-from kvtier.workers.api import EngineRequest, FinishReason, SamplingParams
+from kvtier.tier.policy.base import Kind, PolicySettings
+from kvtier.tier.protocol.events import FromWorker
+from kvtier.tier.protocol.ipc import NodeServer
+from kvtier.tier.protocol.messages import Finished, Hello, Locate, Located, Missing, ToNode, Welcome
+from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_a_closed_sessions_own_pages_leave_first_and_shared_ones_stay(tiny_llama
 def test_a_request_of_more_pages_than_a_node_takes_in_one_message_is_not_told(
     roomy: Slowed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.workers.pager.MOST_KEYS", 6)
+    monkeypatch.setattr("kvtier.workers.node_io.pager.MOST_KEYS", 6)
     with listening(tmp_path) as heard, serving(roomy, tmp_path / "s") as client:
         ask(client, "long", prompt(7 * PAGE_TOKENS), max_tokens=2)
         ask(client, "short", prompt(6 * PAGE_TOKENS), max_tokens=2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtier.workers.step_timer import DeviceTimer, HostTimer, step_timer
+from kvtier.workers.runner.step_timer import DeviceTimer, HostTimer, step_timer
 
 
 @dataclass

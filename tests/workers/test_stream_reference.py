@@ -18,12 +18,12 @@ from kernel_kit import KINDS, Kind
 from runner_kit import Pool, Sequence, feed, generate, random_tokens, runner_of, step
 
 from kvtier.kernels.ops import PlanSequence, make_plan
-from kvtier.tier.recipe import Window
-from kvtier.workers.model import read_shape
-from kvtier.workers.model_lean import LeanWeights, load_rope
-from kvtier.workers.model_weights import Checkpoint
-from kvtier.workers.rope import Rope
-from kvtier.workers.runner import IntArray
+from kvtier.tier.pages.recipe import Window
+from kvtier.workers.models.base import read_shape
+from kvtier.workers.models.files.weights import Checkpoint
+from kvtier.workers.models.forwards.lean import LeanWeights, load_rope
+from kvtier.workers.models.forwards.rope import Rope
+from kvtier.workers.runner.runner import IntArray
 
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 STREAM = Window(64, 4)

@@ -24,12 +24,13 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier import ipc, message_parts
-from kvtier.tier.base import Outcome
-from kvtier.tier.page import TierName
-from kvtier.tier.recipe import Window
-from kvtier.workers import pager
-from kvtier.workers.roots import MAX_KINDS
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.pages.recipe import Window
+from kvtier.tier.protocol import ipc
+from kvtier.tier.protocol import parts as message_parts
+from kvtier.tier.stores.base import Outcome
+from kvtier.workers.node_io import pager
+from kvtier.workers.node_io.namespaces import MAX_KINDS
 
 WINDOW = {"window": 64, "sinks": 4}
 

@@ -24,7 +24,7 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.page import PageFormat, TierName
+from kvtier.tier.pages.page import PageFormat, TierName
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"cache_format": "fp8"},

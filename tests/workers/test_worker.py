@@ -28,11 +28,11 @@ from worker_kit import (
     tiny_runner,
 )
 
-from kvtier.tier.base import Outcome
-from kvtier.tier.identity import root_key
-from kvtier.tier.page import TierName
-from kvtier.workers.api import EngineRequest, FinishReason, QueueFull, SamplingParams, WorkerStopped
-from kvtier.workers.runner import StepBatch
+from kvtier.tier.pages.identity import root_key
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.stores.base import Outcome
+from kvtier.workers.requests.api import EngineRequest, FinishReason, QueueFull, SamplingParams, WorkerStopped
+from kvtier.workers.runner.runner import StepBatch
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -300,7 +300,7 @@ def test_a_restarted_worker_and_node_find_everything_in_l4(roomy: Slowed, tmp_pa
 NODE = """
 import sys
 from pathlib import Path
-from kvtier.tier.service import CacheService
+from kvtier.tier.node.service import CacheService
 folder = Path(sys.argv[1])
 service = CacheService("n0", folder / "s", 8192, 256 * 12288, folder / "l4", 32 << 20)
 service.start()

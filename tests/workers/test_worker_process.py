@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier.workers.api import FinishReason
-from kvtier.workers.outputs import FrameReader, unpack_hello, unpack_outputs
+from kvtier.workers.engine.outputs import FrameReader, unpack_hello, unpack_outputs
+from kvtier.workers.requests.api import FinishReason
 
 SCRIPT = """
 import sys
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import DecodeWorkerProcess
-from kvtier.workers.api import EngineRequest, SamplingParams
-from kvtier.workers.scheduler import PREEMPTION
+from kvtier.workers.requests.api import EngineRequest, SamplingParams
+from kvtier.workers.scheduling.scheduler import PREEMPTION
 model, address, is_broken = sys.argv[1], sys.argv[2], sys.argv[3] == "broken"
 worker = DecodeWorkerProcess(
     worker_id="w0", node_id="n0", socket_path=None, model_path=model, tenants={"default": ""},

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 from kvtier.cli.common import human_bytes, human_count, state_dir
 from kvtier.cli.folders import STATE_BYTES, TMP, TMP_BYTES, problem
-from kvtier.cluster.l4_folders import l4_root
-from kvtier.workers.limits import Limits
-from kvtier.workers.model_store import default_cache
+from kvtier.cluster.machines.l4_folders import l4_root
+from kvtier.workers.machine.limits import Limits
+from kvtier.workers.models.files.store import default_cache
 
 if TYPE_CHECKING:
-    from kvtier.cluster.config import Config
+    from kvtier.cluster.config.deployment import Config
 
 Level = Literal["ok", "warn", "fail"]
 

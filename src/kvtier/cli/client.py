@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvtier.cluster.addresses import is_own
+from kvtier.cluster.machines.addresses import is_own
 from kvtier.proto import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvtier.workers.endpoints import Endpoint
+from kvtier.workers.machine.endpoints import Endpoint
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or chat [{"role", "content"}]
 

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from kvtier.cluster.config import Config
+    from kvtier.cluster.config.deployment import Config
 
 _PIPE_COLUMNS = 160  # nobody resizes a pipe, so tables get room there
 
@@ -105,7 +105,7 @@ def share(part: float) -> str:
 
 def settings(file: Path | None, overrides: Sequence[str]) -> Config:
     """The checked configuration; its library takes longer to import than most verbs run, so only these verbs do."""
-    from kvtier.cluster.config import ConfigError, load_config
+    from kvtier.cluster.config.deployment import ConfigError, load_config
 
     try:
         return _with_absolute_paths(load_config(file or default_config(), tuple(overrides)))
@@ -115,7 +115,7 @@ def settings(file: Path | None, overrides: Sequence[str]) -> Config:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Paths relative to the current folder must mean the same to commands that are run in other folders."""
-    from kvtier.workers.model_store import known
+    from kvtier.workers.models.files.store import known
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else ""
@@ -133,9 +133,9 @@ def _with_absolute_paths(config: Config) -> Config:
 
 def default_config() -> Path:
     """The local.yaml that comes with kvtier."""
-    from kvtier.cluster import leftovers
+    from kvtier.cluster.machines import leftovers
 
-    return Path(leftovers.__file__).with_name("local.yaml")
+    return Path(leftovers.__file__).parents[1] / "local.yaml"
 
 
 class Steps:

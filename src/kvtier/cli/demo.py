@@ -18,8 +18,8 @@ from kvtier.cli.demo_text import QUESTIONS, SYSTEM_PROMPT
 from kvtier.cli.generate import printing
 from kvtier.cli.tables import table
 from kvtier.cli.watch import TIERS, stats_view
-from kvtier.cluster.leftovers import remove
-from kvtier.workers.model_store import default_cache
+from kvtier.cluster.machines.leftovers import remove
+from kvtier.workers.models.files.store import default_cache
 
 _MAX_TOKENS = 32
 # L1 holds about two of the prompts and L3 about three, so a prompt that others have followed must come up from below. Which

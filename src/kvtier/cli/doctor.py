@@ -26,12 +26,12 @@ from kvtier.cli.state import StateFolder
 from kvtier.cli.supervisor import cannot_listen
 from kvtier.cli.tables import table
 from kvtier.cli.up import SetOption
-from kvtier.workers.endpoints import Endpoint
-from kvtier.workers.limits import read_limits
-from kvtier.workers.model_store import default_cache, known, list_models
+from kvtier.workers.machine.endpoints import Endpoint
+from kvtier.workers.machine.limits import read_limits
+from kvtier.workers.models.files.store import default_cache, known, list_models
 
 if TYPE_CHECKING:
-    from kvtier.cluster.config import Config
+    from kvtier.cluster.config.deployment import Config
 
 _SHOWN = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
 
@@ -230,7 +230,7 @@ def _model(config: Config) -> list[Check]:
 
 def _l1(config: Config) -> list[Check]:
     """Whether the longest request fits."""
-    from kvtier.cluster.stored import longest_in_l1
+    from kvtier.cluster.machines.stored_pages import longest_in_l1
 
     if (model := _model_folder(config)) is None:
         return []

@@ -13,7 +13,7 @@ from kvtier.cli.client import Chunk, Client, completion
 from kvtier.cli.common import CliError, err, human_count, human_seconds, print_json, read_text
 from kvtier.cli.connection import EndpointOption, TlsOption, connected
 from kvtier.cli.streams import read_stdin
-from kvtier.workers.api import BIAS_RANGE, RANGES
+from kvtier.workers.requests.api import BIAS_RANGE, RANGES
 
 Prompt = str | list[int] | list[dict[str, str]]
 

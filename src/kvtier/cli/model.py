@@ -9,8 +9,8 @@ import typer
 from kvtier.cli.common import CliError, out, print_json, steps
 from kvtier.cli.connection import JsonOption
 from kvtier.cli.tables import table
-from kvtier.workers.model_store import KNOWN_MODELS, ModelError, default_cache, list_models
-from kvtier.workers.model_store import pull as pull_model
+from kvtier.workers.models.files.store import KNOWN_MODELS, ModelError, default_cache, list_models
+from kvtier.workers.models.files.store import pull as pull_model
 
 
 def register(app: typer.Typer) -> None:

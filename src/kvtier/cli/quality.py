@@ -13,8 +13,8 @@ import typer
 from kvtier.cli.common import CliError, check_target, out, print_json, read_text, steps
 from kvtier.cli.connection import JsonOption
 from kvtier.cli.tables import table
-from kvtier.workers.model_store import KNOWN_MODELS, ModelError, default_cache, resolve
-from kvtier.workers.model_text import Text, TextError
+from kvtier.workers.models.files.store import KNOWN_MODELS, ModelError, default_cache, resolve
+from kvtier.workers.models.text import Text, TextError
 
 if TYPE_CHECKING:
     from kvtier.lab.quality import Report

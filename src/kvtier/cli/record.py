@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from kvtier.lab.recordings import Exported, Summary
-    from kvtier.tier.rerun import Verdict
+    from kvtier.tier.record.rerun import Verdict
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A recording, plain or .gz.")]
 
@@ -179,7 +179,7 @@ def export(
 @contextmanager
 def _reading(file: Path, as_json: bool) -> Iterator[Callable[[int], None]]:
     """Progress over the file's bytes; what is wrong with a recording ends the command with one line."""
-    from kvtier.tier.recording import RecordingError
+    from kvtier.tier.record.format import RecordingError
 
     try:
         with steps() as shown:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.lab.replay.replay import Half, Prices, Result
     from kvtier.lab.replay.report import Report
     from kvtier.lab.traces.trace import Trace
-    from kvtier.tier.score import PolicySettings
+    from kvtier.tier.policy.base import PolicySettings
 
 _PARTS = (200, 50, 20, 10, 4)  # of the distinct pages: sizes that are tried where none is given
 _Progress = Callable[[str, int, int | None], None]
@@ -239,7 +239,7 @@ def _prices(
 
 
 def _settings(exponent: float, guard: bool) -> PolicySettings:
-    from kvtier.tier.score import PolicySettings
+    from kvtier.tier.policy.base import PolicySettings
 
     return PolicySettings(exponent=exponent, guard=guard)
 

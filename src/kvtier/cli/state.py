@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from kvtier.cluster.leftovers import Stamp, end, remove
+from kvtier.cluster.machines.leftovers import Stamp, end, remove
 
 _CLAIM_TRIES = 10
 _CLAIM_WAIT_S = 0.02

@@ -17,17 +17,17 @@ from kvtier.cli.checks import folder_checks, has_gpus, limit_checks, weights_byt
 from kvtier.cli.common import CliError, state_dir
 from kvtier.cli.folders import STATE_BYTES, TMP, problem
 from kvtier.cli.state import Deployment, StateFolder, clean_up_after
-from kvtier.cluster.addresses import bind_error
-from kvtier.cluster.environment import prepare
-from kvtier.cluster.leftovers import Stamp, descendants, end, lasting, remove, stamp_of
+from kvtier.cluster.machines.addresses import bind_error
+from kvtier.cluster.machines.environment import prepare
+from kvtier.cluster.machines.leftovers import Stamp, descendants, end, lasting, remove, stamp_of
 from kvtier.kernels.cpu.build import BuildError, load_library
-from kvtier.workers.endpoints import Endpoint
-from kvtier.workers.limits import read_limits
-from kvtier.workers.model_store import ModelError, default_cache, resolve
+from kvtier.workers.machine.endpoints import Endpoint
+from kvtier.workers.machine.limits import read_limits
+from kvtier.workers.models.files.store import ModelError, default_cache, resolve
 
 if TYPE_CHECKING:
-    from kvtier.cluster.config import Config
-    from kvtier.cluster.launch import Launched
+    from kvtier.cluster.config.deployment import Config
+    from kvtier.cluster.supervisor.launch import Launched
 
 _WATCH_S = 0.5  # how often it looks whether all parts live
 
@@ -138,7 +138,7 @@ class Supervisor:
         self._compile_kernels()
         self._step("starting Ray" if self._config.ray.is_ours else "joining the Ray cluster")
         self._make_ray_dir()
-        from kvtier.cluster.launch import Launched, LaunchError
+        from kvtier.cluster.supervisor.launch import Launched, LaunchError
 
         try:
             self._launched = Launched(self._config, model, default_cache(), Path(self._record.ray_dir))
@@ -186,7 +186,7 @@ class Supervisor:
 
     def _find_cluster(self) -> None:
         """Before the model, which may take long to fetch."""
-        from kvtier.cluster.raylets import RayUnavailable, cluster_address
+        from kvtier.cluster.machines.raylets import RayUnavailable, cluster_address
 
         self._step("looking for the Ray cluster")
         try:

@@ -30,10 +30,12 @@ from kvtier.cli.common import (
 )
 from kvtier.cli.state import Deployment, StateFolder
 from kvtier.cli.supervisor import Supervisor
-from kvtier.cluster.leftovers import alive
+from kvtier.cluster.machines.leftovers import alive
 
 _POLL_S = 0.05
-_DOWN_WAIT_S = 150.0  # each step of a stop has a limit of its own (launch.py); this is past their sum
+_DOWN_WAIT_S = (
+    150.0  # each step of a stop has a limit of its own (cluster/supervisor/launch.py); this is past their sum
+)
 _LOG_LINES = 15
 
 SetOption = Annotated[

@@ -19,13 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.tier.page import MIN_QUANTIZED_PAGE_TOKENS
-from kvtier.tier.recipe import DECAY_STRIDE_TOKENS, Recipe, Window
-from kvtier.workers.formats import CACHE_FORMATS, FORMAT_CODES, MIXED_UNIT_BYTES, LayerGroup, raw_format
-from kvtier.workers.limits import cores_here
-from kvtier.workers.model import layer_groups, read_shape
-from kvtier.workers.model_text import Text
-from kvtier.workers.runner import GroupPages, ModelRunner, Runner, SequenceRows, StepBatch, load_runner
+from kvtier.tier.pages.page import MIN_QUANTIZED_PAGE_TOKENS
+from kvtier.tier.pages.recipe import DECAY_STRIDE_TOKENS, Recipe, Window
+from kvtier.workers.machine.limits import cores_here
+from kvtier.workers.models.base import layer_groups, read_shape
+from kvtier.workers.models.formats import (
+    CACHE_FORMATS,
+    FORMAT_CODES,
+    MIXED_UNIT_BYTES,
+    LayerGroup,
+    raw_format,
+)
+from kvtier.workers.models.text import Text
+from kvtier.workers.runner.runner import GroupPages, ModelRunner, Runner, SequenceRows, StepBatch, load_runner
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvtier.tier.events import FromWorker, Send
-from kvtier.tier.messages import Locate, Located
-from kvtier.tier.recorded_node import NODE
-from kvtier.tier.recorded_trace import APPROXIMATE, Collector
-from kvtier.tier.recording import Machine, RecordingError, RecordingReader
-from kvtier.tier.rerun import Verdict, heard, rerun
+from kvtier.tier.node.recording import NODE
+from kvtier.tier.protocol.events import FromWorker, Send
+from kvtier.tier.protocol.messages import Locate, Located
+from kvtier.tier.record.format import Machine, RecordingError, RecordingReader
+from kvtier.tier.record.rerun import Verdict, heard, rerun
+from kvtier.tier.record.trace_export import APPROXIMATE, Collector
 
 Tick = Callable[[int], None]  # hears how many bytes of the file have been read
 
@@ -67,7 +67,7 @@ def machine_of(reader: RecordingReader) -> Machine:
     """What it is a recording of."""
     if reader.header.machine == NODE.name:
         return NODE
-    from kvtier.workers.recorded_l1 import WORKER  # here and not above: a node's needs no torch
+    from kvtier.workers.scheduling.recorded import WORKER  # here and not above: a node's needs no torch
 
     if reader.header.machine != WORKER.name:
         raise RecordingError(f"it records a {reader.header.machine!r}, which this kvtier doesn't know")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
-from kvtier.tier.page import PACKED_ENVELOPE_BYTES, Envelope, page_checksum
+from kvtier.tier.pages.page import PACKED_ENVELOPE_BYTES, Envelope, page_checksum
 
 LENGTH = struct.Struct("<Q")
 HEAD_BYTES = PACKED_ENVELOPE_BYTES + LENGTH.size

@@ -149,12 +149,12 @@ def questions(kind: str, class_name: str, method: str, name: str = "") -> Any:
 
 
 AFTER = {
-    "kvtier.tier.slab": full_disk,
-    "kvtier.cluster.exchange_sender": lying_pages,
-    "kvtier.cluster.exchange_server": proxied,
-    "kvtier.tier.service": questions("node", "CacheService", "start", "node_id"),
-    "kvtier.cluster.directory_core": questions("directory", "DirectoryCore", "__init__"),
-    "kvtier.workers.worker": questions("worker", "DecodeWorker", "start", "worker_id"),
+    "kvtier.tier.stores.ssd.slab": full_disk,
+    "kvtier.cluster.transfer.sender": lying_pages,
+    "kvtier.cluster.transfer.server": proxied,
+    "kvtier.tier.node.service": questions("node", "CacheService", "start", "node_id"),
+    "kvtier.cluster.directory.core": questions("directory", "DirectoryCore", "__init__"),
+    "kvtier.workers.engine.worker": questions("worker", "DecodeWorker", "start", "worker_id"),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.lab.plan.model_numbers import ModelNumbers, read_numbers
 from kvtier.lab.plan.model_presets import preset, unknown
-from kvtier.workers.model_store import default_cache
+from kvtier.workers.models.files.store import default_cache
 
 
 def find_model(name: str) -> ModelNumbers:

@@ -1,7 +1,7 @@
 """How much memory a model's KV cache takes, and how many requests fit a GPU. Sums only. Pure.
 
 A token costs `2 * layers * kv_heads * head_dim` numbers, with latent attention `layers * (rank + rope_dim)`, and in
-quantized formats its scales too: the sizes are those of real pages (page.py). Layers with a sliding window hold their
+quantized formats its scales too: the sizes are those of real pages (tier/pages/page.py). Layers with a sliding window hold their
 window only. A GPU has room for `hbm * (1 - overhead) - weights / tp` bytes of pages, and a request takes whole pages of
 the tokens of its prompt and of its output.
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvtier.lab.plan.model_numbers import LayerKind, ModelNumbers
-from kvtier.tier.page import PageFormat, PageSpec
-from kvtier.tier.recipe import DECAY_STRIDE_TOKENS, Recipe
+from kvtier.tier.pages.page import PageFormat, PageSpec
+from kvtier.tier.pages.recipe import DECAY_STRIDE_TOKENS, Recipe
 
 GB = 10**9
 CHUNK_TOKENS = 2048  # of a prefill step, for the estimate of activations

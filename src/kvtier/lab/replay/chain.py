@@ -20,7 +20,7 @@ from kvtier.lab.replay.replay import (
     with_gaps,
 )
 from kvtier.lab.traces.trace import Trace
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
 
 
 def replay_chain(

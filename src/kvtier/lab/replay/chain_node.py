@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import Event, FromWorker, ReadDone, ReadPage, Send, WorkerRef, WriteDone, WritePage
-from kvtier.tier.messages import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, slot_bytes
+from kvtier.tier.policy.base import Costs, PolicySettings, Use
+from kvtier.tier.protocol.events import (
+    Event,
+    FromWorker,
+    ReadDone,
+    ReadPage,
+    Send,
+    WorkerRef,
+    WriteDone,
+    WritePage,
+)
+from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
     Finished,
@@ -26,10 +37,8 @@ from kvtier.tier.messages import (
     WantSlots,
     WriteMode,
 )
-from kvtier.tier.page import Envelope, PageKey, RootKey, slot_bytes
-from kvtier.tier.records import Limits
-from kvtier.tier.score import Costs, PolicySettings, Use
-from kvtier.tier.slots import HostSlots
+from kvtier.tier.stores.base import SegmentAllocator
+from kvtier.tier.stores.host_slots import HostSlots
 
 PAYLOAD_BYTES = 4096  # of the pages that the Coordinator is told of, which have no bytes
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kvtier.lab.replay.chain_node import ChainNode
 from kvtier.lab.replay.chain_upper import Upper
-from kvtier.tier.messages import WriteMode
-from kvtier.tier.score import Costs, PolicySettings, Use
+from kvtier.tier.policy.base import Costs, PolicySettings, Use
+from kvtier.tier.protocol.messages import WriteMode
 
 TIERS = ("L1", "L2", "L3", "L4")
 LOAD_S = {"L1": 0.0, "L2": 0.25e-3, "L3": 1.3e-3, "L4": 11e-3}  # a page of 512 tokens of an 8 B model
@@ -51,7 +51,7 @@ class ChainTotals:
 
 
 class ChainModel:
-    """A CacheModel (ghost_cache.py) of four tiers; `totals` says more than how many pages were hit.
+    """A CacheModel (tier/policy/ghost_cache.py) of four tiers; `totals` says more than how many pages were hit.
 
     `capacities` are pages by tier: L1 of all workers together, shared out evenly. `load_s` are the seconds in which a
     page comes up from each tier, `costs` what recomputing it takes. L3 holds at least 2 pages.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.tier.policies import make_policy
-from kvtier.tier.ranking import Histories, Order
-from kvtier.tier.score import Costs, Policy, PolicySettings, Row, Use
+from kvtier.tier.node.state.ranking import Histories, Order
+from kvtier.tier.policy.base import Costs, Policy, PolicySettings, Row, Use
+from kvtier.tier.policy.registry import make_policy
 
 STRETCH = 8
 GHOSTS = 16.0  # pages remembered that left, in capacities: also of a policy that needs none of them

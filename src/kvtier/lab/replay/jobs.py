@@ -16,7 +16,7 @@ from time import monotonic, process_time
 from kvtier.lab.replay.models import Setup, run_setup
 from kvtier.lab.replay.replay import Result
 from kvtier.lab.traces.trace import Trace
-from kvtier.workers.limits import cpus_here
+from kvtier.workers.machine.limits import cpus_here
 
 Tick = Callable[[int, int], None]  # pages replayed, of all jobs together, and in all
 Heard = Callable[

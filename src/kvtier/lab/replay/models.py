@@ -11,9 +11,9 @@ from kvtier.lab.replay.baselines.registry import BASELINES, make_baseline
 from kvtier.lab.replay.chain import replay_chain
 from kvtier.lab.replay.replay import Half, Prices, Result, Tick, replay
 from kvtier.lab.traces.trace import Ids, Trace
-from kvtier.tier.ghost_cache import CacheModel, GhostCache
-from kvtier.tier.policies import make_policy
-from kvtier.tier.score import PolicySettings
+from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.policy.ghost_cache import CacheModel, GhostCache
+from kvtier.tier.policy.registry import make_policy
 
 UNGUARDED = "rvi-noguard"
 LIVE = ("rvi", UNGUARDED, "score", "lru")

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.lab.traces.trace import Ids, Trace
-from kvtier.tier.ghost_cache import CacheModel
-from kvtier.tier.score import Costs, Use
+from kvtier.tier.policy.base import Costs, Use
+from kvtier.tier.policy.ghost_cache import CacheModel
 
 DOUBLE_TOKENS = (
     32_768  # depth at which attention doubles what a token's prefill costs: a model of 8 B parameters

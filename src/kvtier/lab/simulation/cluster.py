@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from kvtier.cluster.directory_core import DirectoryCore
-from kvtier.cluster.fleet import Fleet, Load
-from kvtier.cluster.held import Held
-from kvtier.cluster.routing import Choice, Policy, Speed, choose
-from kvtier.cluster.routing import Costs as RoutingCosts
+from kvtier.cluster.directory.core import DirectoryCore
+from kvtier.cluster.directory.locations import Held
+from kvtier.cluster.routing.fleet import Fleet, Load
+from kvtier.cluster.routing.router import Choice, Policy, Speed, choose
+from kvtier.cluster.routing.router import Costs as RoutingCosts
 from kvtier.lab.replay.chain_upper import Upper
 from kvtier.lab.simulation.node import SimNode
 from kvtier.lab.simulation.parts import PAGE_TOKENS, ROOT, Agenda, Hardware, NodeSizes, Pull
-from kvtier.tier.feed import KEY_BYTES, Batch, Feed, Reply, Source
-from kvtier.tier.messages import WriteMode
-from kvtier.tier.page import TierName
-from kvtier.tier.score import Costs, Kind, PolicySettings, Use
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Costs, Kind, PolicySettings, Use
+from kvtier.tier.protocol.kv_events import KEY_BYTES, Batch, Feed, Reply, Source
+from kvtier.tier.protocol.messages import WriteMode
 
 COSTS = Costs(
     20e-3, 64.0

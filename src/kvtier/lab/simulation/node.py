@@ -28,9 +28,12 @@ from kvtier.lab.simulation.parts import (
     segment_slots,
     stored_page,
 )
-from kvtier.tier.base import SegmentAllocator
-from kvtier.tier.coordinator import Coordinator
-from kvtier.tier.events import (
+from kvtier.tier.node.coordinator import Coordinator
+from kvtier.tier.node.remote.fetching import EXCHANGE
+from kvtier.tier.node.state.records import Limits
+from kvtier.tier.pages.page import TierName
+from kvtier.tier.policy.base import Costs, PolicySettings, Use
+from kvtier.tier.protocol.events import (
     Event,
     FromWorker,
     HoldsChanged,
@@ -41,7 +44,7 @@ from kvtier.tier.events import (
     WriteDone,
     WritePage,
 )
-from kvtier.tier.messages import (
+from kvtier.tier.protocol.messages import (
     Copied,
     Fetch,
     Fetched,
@@ -63,11 +66,8 @@ from kvtier.tier.messages import (
     WantSlots,
     WriteMode,
 )
-from kvtier.tier.page import TierName
-from kvtier.tier.records import Limits
-from kvtier.tier.remote import EXCHANGE
-from kvtier.tier.score import Costs, PolicySettings, Use
-from kvtier.tier.slots import HostSlots
+from kvtier.tier.stores.base import SegmentAllocator
+from kvtier.tier.stores.host_slots import HostSlots
 
 
 @dataclass(slots=True, eq=False)

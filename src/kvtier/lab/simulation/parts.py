@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
-from kvtier.tier.messages import Chain, FetchPage, Locate, Remote, StoredPage
-from kvtier.tier.page import Envelope, PageKey, RootKey, slot_bytes
+from kvtier.tier.pages.page import Envelope, PageKey, RootKey, slot_bytes
+from kvtier.tier.protocol.messages import Chain, FetchPage, Locate, Remote, StoredPage
 
 PAYLOAD_BYTES = 4096  # that the coordinator is told; it only ever divides them by seconds
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)

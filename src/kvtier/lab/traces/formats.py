@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.score import Kind
+from kvtier.tier.policy.base import Kind
 
 MOONCAKE_PAGE_TOKENS = 512
 BAILIAN_PAGE_TOKENS = 16

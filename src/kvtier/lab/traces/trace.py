@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier.lab.traces.formats import BadLine, Form, Request, TraceError, detect
 from kvtier.lab.traces.pages import Runs, concatenated, number_pages
-from kvtier.tier.score import Kind, Use
+from kvtier.tier.policy.base import Kind, Use
 
 Ids = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.lab.replay.baselines.cache import Pages
 from kvtier.lab.replay.baselines.ranked import MAX_MAJOR, RankedCache
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 
 class Requests(Protocol):

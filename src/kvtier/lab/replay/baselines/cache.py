@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 Pages = npt.NDArray[np.int64]
 

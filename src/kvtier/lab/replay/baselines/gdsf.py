@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvtier.lab.replay.baselines.cache import Pages, grown
 from kvtier.lab.replay.baselines.ranked import TOUCH_BITS, RankedCache
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 
 class Gdsf(RankedCache):

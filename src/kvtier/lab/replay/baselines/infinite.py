@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.lab.replay.baselines.cache import BaselineCache, Pages
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 
 class Infinite(BaselineCache):

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvtier.lab.replay.baselines.cache import BaselineCache, Pages, grown
 from kvtier.lab.replay.baselines.page_queue import PageQueue, until
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 
 class Lirs(BaselineCache):

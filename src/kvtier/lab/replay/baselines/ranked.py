@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.lab.replay.baselines.cache import BaselineCache, Pages, grown
-from kvtier.tier.score import Use
+from kvtier.tier.policy.base import Use
 
 MAJOR_BITS, TOUCH_BITS = 24, 39
 DEPTH_BITS, REQUEST_BITS = 15, 24

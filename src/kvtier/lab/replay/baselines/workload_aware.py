@@ -9,7 +9,7 @@ from kvtier.lab.replay.baselines.cache import BaselineCache, Pages, grown
 from kvtier.lab.replay.baselines.page_queue import PageQueue
 from kvtier.lab.replay.baselines.page_tree import PageTree
 from kvtier.lab.replay.baselines.turns import Turns
-from kvtier.tier.score import Kind, Use
+from kvtier.tier.policy.base import Kind, Use
 
 TURNS = 8  # told apart; later ones count as the last
 SORTS = len(Kind) * TURNS

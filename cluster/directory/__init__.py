@@ -1,0 +1,1 @@
+"""The directory: who says it holds which pages."""

@@ -1,0 +1,1 @@
+"""The gateway: from a gRPC call to workers and back."""

@@ -1,0 +1,1 @@
+"""The Cache service: verbs over all workers and nodes."""

@@ -1,0 +1,1 @@
+"""A request's way back: outputs of workers, text, unread chunks."""

@@ -1,0 +1,1 @@
+"""Machines of a deployment: addresses, Ray nodes, placement, folders."""

@@ -1,0 +1,1 @@
+"""Chooses the worker of a request."""

@@ -1,0 +1,1 @@
+"""Starts a deployment, watches its parts, and restarts them."""

@@ -1,0 +1,1 @@
+"""The page exchange: transfers of pages between nodes."""

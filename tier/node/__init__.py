@@ -1,0 +1,1 @@
+"""The cache of one node: the coordinator that decides, and the service that carries out."""

@@ -1,0 +1,1 @@
+"""Invariants of a node's tables, derived from scratch."""

@@ -1,0 +1,1 @@
+"""Which pages are in L3 and L4: room, demotion, and what requests used."""

@@ -1,0 +1,1 @@
+"""A node's tables: pages, copies, places, rankings, fetches, lent frames, misses."""

@@ -1,0 +1,1 @@
+"""Pages: shape, format, envelope, checksum, identity, recipes, and the clear epochs that end them."""

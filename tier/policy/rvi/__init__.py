@@ -1,0 +1,1 @@
+"""RVI, the reuse-value index, and the reuse model that it learns."""

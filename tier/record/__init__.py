@@ -1,0 +1,1 @@
+"""Recordings of a state machine: writing, reading, running again, export as a trace."""

@@ -1,0 +1,1 @@
+"""The decode worker: the step loop and what it reports."""

@@ -1,0 +1,1 @@
+"""Sampling: token choice, penalties, log probabilities."""

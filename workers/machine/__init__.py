@@ -1,0 +1,1 @@
+"""Limits of the machine and its containers, and network endpoints."""

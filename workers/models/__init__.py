@@ -1,0 +1,1 @@
+"""Models: shape, formats, files, text, forwards, and what a rank of a group computes."""

@@ -1,0 +1,1 @@
+"""Model files: finding, reading, dequantizing, converting and identifying them."""

@@ -1,0 +1,1 @@
+"""Forwards over pages, and their comparison with transformers' own."""

@@ -1,0 +1,1 @@
+"""A tensor parallel rank's share of a model."""

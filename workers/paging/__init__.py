@@ -1,0 +1,1 @@
+"""Pages of L1 by sequence: frames, page table, pool, eviction, and copies of pages' bytes."""

@@ -1,0 +1,1 @@
+"""A tensor parallel group: leader, ranks, and the numbered plan between them."""

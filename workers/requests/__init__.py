@@ -1,0 +1,1 @@
+"""Requests and sequences: what goes into a worker and comes out, keys of pages, sessions."""

@@ -1,0 +1,1 @@
+"""Runs one model: weights, arena, steps, CUDA graphs, warm-up."""
