@@ -153,7 +153,8 @@ _ROOTS = {  # the modules that a replay of a kind begins with
     "baseline": ("lab.replay.baselines.registry", *_SHARED),
     "chain": ("lab.replay.chain_tiers", "tier.policy.registry", *_SHARED),
 }
-_IMPORT = re.compile(r"^ *from kvtier\.((?:tier|lab)[\w.]*) import", re.MULTILINE)
+_IMPORT = re.compile(r"^ *from kvtier\.((?:tier|lab)[\w.]*) import ([\w, ]+|\([^)]*\))", re.MULTILINE)
+_NAME = re.compile(r"(\w+)(?: as \w+)?")
 
 
 @cache
@@ -176,7 +177,9 @@ def _with_imports(modules: Iterable[str]) -> set[str]:
     while left:
         if (module := left.pop()) not in found:
             found.add(module)
-            left += _IMPORT.findall(_file_of(module).read_text())
+            for package, names in _IMPORT.findall(_file_of(module).read_text()):
+                is_module = _file_of(package).is_file()
+                left += [package] if is_module else [f"{package}.{name}" for name in _NAME.findall(names)]
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.directory.actor import table as directory_table
+from kvtier.cluster.directory import table as directory_table
 from kvtier.cluster.directory.hash_table import Keys
 from kvtier.cluster.directory.table import DirectoryTable, bits_of, leading
 

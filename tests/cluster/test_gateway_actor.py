@@ -12,8 +12,8 @@ from gateway_kit import echo_info
 from ray.exceptions import RayActorError
 
 from kvtier.cluster.config.deployment import GrpcConfig
+from kvtier.cluster.gateway import actor as gateway
 from kvtier.cluster.gateway.actor import GatewayActor, RayWorker
-from kvtier.cluster.gateway.actor import actor as gateway
 from kvtier.cluster.gateway.owners.locations import Addresses
 from kvtier.cluster.gateway.server import GatewayError
 from kvtier.cluster.health.supervision import Kind, Lost, Member

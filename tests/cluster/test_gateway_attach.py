@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from gateway_kit import EchoWorker, echo_info
 
-from kvtier.cluster.gateway.actor import attach as gateway_attach
+from kvtier.cluster.gateway import attach as gateway_attach
 from kvtier.cluster.gateway.admission import GatewayCore
 from kvtier.cluster.gateway.attach import Attachments
 from kvtier.cluster.gateway.ports import OwnerDown

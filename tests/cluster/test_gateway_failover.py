@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from waiting import eventually, until
 
 from kvtier.cli.client import Client, ClientError, completion, connect
-from kvtier.cluster.gateway.actor import in_flight as gateway_flights
+from kvtier.cluster.gateway import in_flight as gateway_flights
 from kvtier.cluster.gateway.in_flight import MAX_MOVES
 from kvtier.cluster.gateway.ports import OwnerDown
 from kvtier.cluster.gateway.requests.reading import Refusal

@@ -229,7 +229,7 @@ def test_a_request_at_a_worker_that_does_not_answer_ends_by_its_deadline_and_hol
 def test_as_many_as_it_has_room_for_wait_for_its_answer_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvtier.cluster.gateway.actor import in_flight as gateway_flights
+    from kvtier.cluster.gateway import in_flight as gateway_flights
 
     monkeypatch.setattr(gateway_flights, "LAST_WORD_S", 0.05)
     with driving(None, workers=1, max_sequences=ROOM) as drive:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.cli.client import ClientError, completion, connect
-from kvtier.cluster.gateway.actor import server as gateway_server
+from kvtier.cluster.gateway import server as gateway_server
 from kvtier.cluster.gateway.requests import wire as gateway_wire
 from kvtier.cluster.gateway.requests.wire import excess
 from kvtier.proto import cache_pb2, inference_pb2

@@ -30,7 +30,7 @@ from worker_kit import (
 
 from kvtier.tier.node.service import CacheService
 from kvtier.tier.pages.page import PageFormat, TierName
-from kvtier.workers.runner.runner import runner as runner_module
+from kvtier.workers.runner import runner as runner_module
 
 RECIPES: dict[str, dict[str, Any]] = {
     "timedecay": {"cache_format": "timedecay", "recent_tokens": 64, "decay_sinks": 16, "native": "auto"},

@@ -12,8 +12,8 @@ import torch
 from runner_kit import generate, random_tokens
 
 from kvtier.kernels.ops import Kernels, KVLayout, StepPlan, TorchKernels
+from kvtier.workers.runner import runner as runner_module
 from kvtier.workers.runner.runner import load_runner
-from kvtier.workers.runner.runner import runner as runner_module
 from kvtier.workers.runner.warm_up import warm_up
 
 Kind = tuple[Any, ...]
