@@ -170,6 +170,33 @@ def test_a_kept_result_that_is_whole_but_wrong_refuses_no_model(
     assert "computed again by transformers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits[:, :-1],
+        lambda logits: logits[:0],
+        lambda logits: logits.int(),
+        lambda logits: logits.double(),
+        lambda logits: torch.full_like(logits, float("inf")),
+    ],
+    ids=["a narrower vocabulary", "no rows", "integers", "float64", "infinite"],
+)
+def test_a_kept_result_of_another_form_is_computed_again(
+    tmp_path: Path, computed: list[Path], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    folder, cache = tiny_models.make_tiny_llama(tmp_path / "model"), tmp_path / "cache"
+    load(folder, cache)
+    (file,) = kept(cache)
+    found = model_expected._read(file.read_bytes(), file.stem)
+    assert found is not None
+    model_expected._keep(file.stem, Expected(change(found.logits), found.inv_freq, found.scaling), cache)
+
+    load(folder, cache)
+    load(folder, cache)
+
+    assert computed == [folder, folder]
+
+
 def test_a_result_under_another_key_is_not_taken(tmp_path: Path) -> None:
     result = Expected(torch.zeros(2, 3), torch.zeros(4), 1.0)
     model_expected._keep("a", result, tmp_path)

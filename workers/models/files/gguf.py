@@ -117,7 +117,8 @@ def _write_each(gguf: Path, reader: Any, architecture: str, folder: Path) -> Non
     names: dict[str, str] = known.get_gguf_hf_weights_map(model, processor)
     stored = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
     _refuse_lacking(gguf, model, stored)
-    shapes = {name: tuple(model.state_dict()[name].shape) for name in stored}
+    state = model.state_dict()
+    shapes = {name: tuple(state[name].shape) for name in stored}
 
     def values(name: str) -> Any:
         tensor = stored[name]

@@ -27,7 +27,7 @@ from kvtier.workers.models.base import ModelShape
 from kvtier.workers.models.files.files import weights_fingerprint
 from kvtier.workers.models.files.versions import versions
 from kvtier.workers.models.files.weights import Checkpoint
-from kvtier.workers.models.forwards.probe import check_probe, own_logits
+from kvtier.workers.models.forwards.probe import PROBE_TOKENS, check_probe, own_logits
 from kvtier.workers.models.forwards.rope import Rope
 from kvtier.workers.models.forwards.transformers import ATTENTION_NAME, load_modules
 
@@ -61,7 +61,8 @@ class Reference:
 
     def prepare(self) -> None:
         """Take the result of an earlier start, or compute it. Raises ValueError when the weights don't fit the config."""
-        self._result = _kept(self._key, self._cache)
+        kept = _kept(self._key, self._cache)
+        self._result = kept if kept is not None and _is_sound(kept, self._shape.vocab_size) else None
         self._is_kept = self._result is not None
         if self._result is None:
             self._result = expected(self._files, self._dtype, self._device)
@@ -118,6 +119,18 @@ def _key(folder: Path, shape: ModelShape, dtype: torch.dtype, device: torch.devi
     return blake2b(fields.encode(), digest_size=16, person=b"kvtier.expected").hexdigest()
 
 
+def _is_sound(kept: Expected, vocab: int) -> bool:
+    """Whether a kept result has the form of one: it may be whole and come from elsewhere."""
+    logits, inv_freq = kept.logits, kept.inv_freq
+    return (
+        logits.shape == (PROBE_TOKENS, vocab)
+        and logits.dtype == torch.float32
+        and inv_freq.dim() == 1
+        and inv_freq.is_floating_point()
+        and bool(logits.isfinite().all())
+    )
+
+
 def _kept(key: str, cache_dir: Path) -> Expected | None:
     """The result that was kept under a key; None where there is none, or none that is whole."""
     file = cache_dir / _FOLDER / f"{key}.safetensors"
@@ -170,7 +183,7 @@ def _read(data: bytes, key: str) -> Expected | None:
         if header["key"] != key:
             return None
         return Expected(tensors["logits"], tensors["inv_freq"], float(header["scaling"]))
-    except (SafetensorError, KeyError, ValueError):
+    except (SafetensorError, KeyError, ValueError, TypeError):
         return None
 
 
