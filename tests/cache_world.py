@@ -27,6 +27,7 @@ from kvtier.tier.protocol.events import (
     Clear,
     Command,
     CommitCatalogue,
+    Continue,
     Disconnect,
     Event,
     Failure,
@@ -806,7 +807,9 @@ class World:
 
     def finish_all(self) -> None:
         """All I/O, and all that it entails."""
-        while self.reads or self.writer or self.checks:
+        while self.reads or self.writer or self.checks or self.node.has_more:
+            if self.node.has_more:
+                self.tell(Continue())
             while self.writer:
                 self.finish_write()
             while self.checks:

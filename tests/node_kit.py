@@ -54,20 +54,18 @@ DEADLINE_S = 120.0
 M = TypeVar("M")
 
 
-@contextmanager
-def running(
+def service_in(
     folder: Path,
     *,
     l3_pages: int = 16,
     l4_bytes: int = 16 << 20,
     store: Any = "slab",
-    drain_s: float = 10.0,
     l4_variants: frozenset[str] | None = None,
     node_id: str = "n0",
     **more: Any,
-) -> Iterator[CacheService]:
-    """A node's cache whose files lie in `folder`; checked and stopped at the end."""
-    service = CacheService(
+) -> CacheService:
+    """A node's cache whose files lie in `folder`, not started."""
+    return CacheService(
         node_id,
         folder / "run" / "sock",
         PAYLOAD_BYTES,
@@ -79,6 +77,12 @@ def running(
         l4_variants=l4_variants,
         **more,
     )
+
+
+@contextmanager
+def running(folder: Path, *, drain_s: float = 10.0, **more: Any) -> Iterator[CacheService]:
+    """A node's cache as of `service_in`, started; checked and stopped at the end."""
+    service = service_in(folder, **more)
     service.start()
     try:
         yield service

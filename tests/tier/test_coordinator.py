@@ -45,6 +45,7 @@ from kvtier.tier.protocol.events import (
     Clear,
     ClearPages,
     CommitCatalogue,
+    Continue,
     Disconnect,
     Drain,
     Evict,
@@ -920,6 +921,90 @@ def test_drain_grants_nothing_and_quiesce_starts_no_writes() -> None:
     assert len(world.held(TierName.SSD)) == 1
 
 
+@pytest.mark.parametrize("write", ["through", "demote"])
+def test_a_drain_in_parts_writes_what_was_there_and_what_comes_meanwhile(write: WriteMode) -> None:
+    world = World(num_slots=16, ssd_slots=32, limits=Limits(part=2), write=write)
+    worker = world.connect()
+    world.want(worker, 8)
+    world.store(worker, TENANT, "abcdefg")
+
+    world.tell(Drain())
+    assert world.node.has_more and not world.node.is_written
+    world.store(worker, TENANT, "x")
+    world.tell(Continue())
+    assert world.node.has_more
+    world.finish_all()
+
+    assert world.node.is_written and world.held(TierName.SSD) == world.held(TierName.HOST)
+    assert len(world.held(TierName.SSD)) == 8
+
+
+def test_a_drain_that_is_cut_short_writes_nothing_more() -> None:
+    world = World(num_slots=16, ssd_slots=32, limits=Limits(part=2), write="demote")
+    worker = world.connect()
+    world.want(worker, 8)
+    world.store(worker, TENANT, "abcdefgh")
+
+    world.tell(Drain())
+    world.tell(Quiesce())
+    world.finish_all()
+
+    assert world.node.is_written and not world.node.has_more
+    assert len(world.held(TierName.SSD)) == 2
+
+
+def test_what_a_gone_worker_alone_had_above_counts_again_in_parts() -> None:
+    world = World(num_slots=64, ssd_slots=64, limits=Limits(part=2), write="demote")
+    worker, other = world.connect("w0"), world.connect("w1")
+    for one, path in ((worker, "abcdef"), (other, "wxyz")):
+        world.want(one, len(path))
+        world.store(one, TENANT, path)
+        world.locate(one, "r", TENANT, path)
+        world.settle()
+        world.release(one, "r", 0)
+    pages = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "abcdef")]
+    others = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "wxyz")]
+    assert {page.above for page in pages} == {worker.ref}
+
+    world.die(worker)
+
+    counts = []
+    while world.node.has_more:
+        counts.append(sum(page.above is not None for page in pages))
+        world.tell(Continue())
+    assert counts == [4, 2] and not any(page.above for page in pages)
+    assert {page.above for page in others} == {other.ref}
+
+
+def test_recovery_goes_in_parts() -> None:
+    world, worker = world_with("abcdef")
+    for path in ("abcdef", "abcde", "abcd", "abc"):  # so that their last uses differ
+        world.now += 1.0
+        world.finished(worker, TENANT, path)
+    world.tell(Drain())
+    world.tell(Quiesce())
+    world.finish_all()
+    entries = list(world.catalogue.values())
+    allocator = SegmentAllocator(32 * SLOT_BYTES, 2 * SLOT_BYTES)
+    for entry in entries:
+        assert allocator.take(entry.place, entry.slot_bytes)
+    node = Coordinator(
+        node_id="n0",
+        incarnation="i",
+        host=HostSlots(8 * SLOT_BYTES, SLOT_BYTES),
+        ssd=allocator,
+        limits=Limits(part=1),
+    )
+
+    here = [len(node.page_ids()) for _ in node.recover(entries)]
+
+    assert here == [1, 2, 3, 6, 6, 6, 6, 6, 6, 6]
+    node.check()
+    assert {page.key for page in node.pages(None, TierName.SSD, 10, 0.0)} == {
+        entry.envelope.key.hex() for entry in entries
+    }
+
+
 @pytest.mark.parametrize("num_slots", [0, 1])
 def test_without_l3_all_is_a_miss_and_nothing_is_granted(num_slots: int) -> None:
     world = World(num_slots=num_slots, ssd_slots=8)
@@ -1007,6 +1092,7 @@ POLICIES = [LRU, PolicySettings(draw=4, per_draw=2, ghosts=2.0)]
 WRITES: list[WriteMode] = ["through", "demote"]
 SHARES: list[dict[str, float]] = [{}, {"bob": 0.3}, {"ada": 0.5, "bob": 1.0}]
 FEW = Limits(
+    part=1,
     writes=2,
     reads=2,
     verifies=1,
@@ -1261,6 +1347,11 @@ class Actors:
         node = self.world.node
         assert not (node.page_ids() if digest is None else node.ids_of(digest, node.page_ids()))
 
+    def go_on(self) -> None:
+        """The next part of what a gone worker, or a drain, has left to do."""
+        if self.world.node.has_more:
+            self.world.tell(Continue())
+
     def compare(self) -> None:
         """Each tier holds what the coordinator says it holds."""
         world = self.world
@@ -1471,6 +1562,15 @@ class Life(RuleBasedStateMachine):
     def operator_verifies(self, tenant: str, path: str) -> None:
         self.actors.ask(Verify, tenant, path)
 
+    @rule()
+    def work_goes_on(self) -> None:
+        self.actors.go_on()
+
+    @precondition(lambda self: self.actors.world.node._pages)
+    @rule()
+    def drains(self) -> None:
+        self.actors.world.tell(Drain())
+
     @rule(seconds=st.sampled_from([0.001, 1.0, 100.0]))
     def time_passes(self, seconds: float) -> None:
         self.actors.world.now += seconds
@@ -1591,8 +1691,11 @@ def test_busy_lives_break_nothing(seed: int) -> None:
         (2, lambda: actors.catch_up()),
         (3, lambda: actors.clear_on(which())),
         (2, lambda: actors.ask(Verify, whose(), chain())),
+        (5, lambda: actors.go_on()),
     ]
     actions = rng.choices([a for _, a in weighted], [w for w, _ in weighted], k=200)
+    if rng.random() < 0.3:
+        actions.insert(rng.randrange(100, 200), lambda: actors.world.tell(Drain()))
 
     for action in actions:
         action()

@@ -369,7 +369,11 @@ def test_what_a_worker_has_taken_up_alone_is_spare_below_it_where_pages_are_demo
     world.settle()
 
     pages = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "abc")]
-    assert [(page.shared, page.above) for page in pages] == [(True, False), (False, True), (False, True)]
+    assert [(page.shared, page.above is not None) for page in pages] == [
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
 
 
 def test_slow_fetches_leave_reads_from_l4_alone() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from node_kit import (
     VARIANT,
     Peer,
     running,
+    service_in,
     wait_until,
 )
 
 from kvtier.tier.node.executor.mover import load_roots, load_stored_before
 from kvtier.tier.node.service import STAGING_SLOTS, CacheService, ServiceStopped
+from kvtier.tier.node.state.records import Limits
 from kvtier.tier.pages.identity import tenant_digest
 from kvtier.tier.pages.page import HEADER_BYTES, PageCorrupt, TierName
 from kvtier.tier.protocol.events import (
@@ -36,6 +39,8 @@ from kvtier.tier.protocol.events import (
     Clear,
     ClearPages,
     Command,
+    Continue,
+    Drain,
     Event,
     Evict,
     HoldsChanged,
@@ -56,6 +61,16 @@ both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
 def settle(service: CacheService) -> None:
     wait_until(service.idle)
     service.check()
+
+
+def written_one_by_one(folder: Path, num_pages: int) -> list[bytes]:
+    """Keys of pages that L4 of a stopped node has, each with a last use of its own."""
+    with running(folder) as service:
+        peer = Peer(folder)
+        keys = peer.store(0, num_pages)
+        settle(service)
+        peer.close()
+    return list(keys)
 
 
 def pages_in(service: CacheService, tier: TierName) -> int:
@@ -340,6 +355,82 @@ def test_the_loop_turns_between_parts_of_what_is_asked_of_many_pages(
         assert max(sizes) == 3 and service.pages() == []
         ada.close()
         eve.close()
+
+
+def test_questions_are_answered_while_l4_is_recovered_and_workers_are_heard_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = written_one_by_one(tmp_path, 6)
+    seen: list[int] = []
+    answer = CacheService._answer_those_that_look
+    is_asked = threading.Event()
+
+    def between(service: CacheService) -> None:
+        if not seen:
+            is_asked.wait(30.0)
+            wait_until(lambda: len(service._inbox) == 2)  # pages and idle; holds comes behind the recovery
+        seen.append(len(service._coordinator.page_ids()))
+        answer(service)
+
+    monkeypatch.setattr(CacheService, "_answer_those_that_look", between)
+    with running(tmp_path, limits=Limits(part=1)) as service, ThreadPoolExecutor() as threads:
+        pages, idle = threads.submit(service.pages), threads.submit(service.idle)
+        peer = threads.submit(lambda: Peer(tmp_path).fetch(0, 6)[0])
+        is_asked.set()
+
+        assert len(pages.result(30.0)) < 6 and not idle.result(30.0)
+        assert sorted(service.holds()[TierName.SSD]) == sorted(keys)
+        assert [page.came_from for page in peer.result(30.0)] == ["L4"] * 6
+        assert seen[0] == 1 and seen == sorted(seen) and seen[-1] == 6
+
+
+def test_a_stop_while_l4_is_recovered_comes_at_once_and_costs_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = written_one_by_one(tmp_path, 6)
+    parts: list[None] = []
+    is_stopping = threading.Event()
+
+    def between(service: CacheService) -> None:
+        parts.append(None)
+        assert is_stopping.wait(30.0)
+        wait_until(lambda: service.health() is not None)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheService, "_answer_those_that_look", between)
+        service = service_in(tmp_path, limits=Limits(part=1))
+        service.start()
+        stopper = threading.Thread(target=service.stop)
+        stopper.start()
+        is_stopping.set()
+        stopper.join(30.0)
+        assert not stopper.is_alive() and len(parts) == 1
+
+    with running(tmp_path) as again:
+        assert sorted(again.holds()[TierName.SSD]) == sorted(keys) and again.notes() == []
+
+
+def test_a_stop_writes_out_what_l3_alone_holds_a_few_pages_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[Event] = []
+    with running(tmp_path, limits=Limits(part=2), write="demote") as service:
+        peer = Peer(tmp_path)
+        keys = peer.store(0, 8)
+        handle = service._coordinator.handle
+
+        def watched(event: Event, now: float) -> list[Command]:
+            if isinstance(event, Drain | Continue):
+                parts.append(event)
+            return handle(event, now)
+
+        monkeypatch.setattr(service._coordinator, "handle", watched)
+        assert pages_in(service, TierName.SSD) == 0
+        peer.close()
+
+    assert len(parts) == 4 and isinstance(parts[0], Drain)
+    with running(tmp_path) as again:
+        assert sorted(again.holds()[TierName.SSD]) == sorted(keys)
 
 
 @both_stores

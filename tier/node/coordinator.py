@@ -9,6 +9,7 @@ catalogue mirror and the slots of L4, the grants and leases of the workers, and 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 from kvtier.tier.node.lookup import Hit, Lookup
 from kvtier.tier.node.peer_memory import Lending
@@ -29,6 +30,7 @@ from kvtier.tier.protocol.events import (
     ClearPages,
     ClearsKnown,
     Command,
+    Continue,
     Disconnect,
     Drain,
     Event,
@@ -171,8 +173,11 @@ class Coordinator(Savings, Lending):
                 self._verify(event.ticket, event.keys)
             case Drain():
                 self._drain()
+            case Continue():
+                self._continue()
             case Quiesce():
                 self._quiesced = True
+                self._unsettled = {}
                 self._to_write = {}
                 self._persist_uses()
                 self._save_stored()
@@ -285,10 +290,8 @@ class Coordinator(Savings, Lending):
         if worker.is_exchange:
             self._exchange_gone(worker)
         self._saves_no_more(worker)
-        if self._demotes:
-            for page in self._pages.values():
-                if page.above and page.user == ref:
-                    self._bring_back(page)
+        self._unsettled.update(self._above.pop(ref, {}))
+        self._continue()
         for request in list(worker.requests.values()):
             self._release(request, 0)
         for grant in list(worker.grants.values()):
@@ -549,10 +552,14 @@ class Coordinator(Savings, Lending):
 
     def _taken_up(self, page: Page, worker: Worker) -> None:
         """A worker's L1 has the page now. Where no other uses it, one copy is enough, and that one will come down."""
+        if self._pages.get(page.id) is not page:
+            return
         if page.shared or page.user != worker.ref or not worker.hello.brings_down:
             self._stay(page)
         else:
-            page.above, page.leaving = True, Leaving.STAYS
+            page.above, page.leaving = worker.ref, Leaving.STAYS
+            self._above.setdefault(worker.ref, {})[page] = None
+            self._unsettled.pop(page, None)
         self._settle(page)
 
     def _finished(self, worker: Worker, message: Finished) -> None:
@@ -656,8 +663,18 @@ class Coordinator(Savings, Lending):
         self._draining = True
         self._demotes = False
         self._end_savings(self._savings.values(), "load_failed", "the node is about to stop")
-        for page in self._pages.values():
-            page.above, page.leaving = False, Leaving.STAYS
-            self._settle(page)
-            if page.host is not None:
-                self._queue_write(page)
+        self._unsettled = dict.fromkeys(self._pages.values())
+        self._continue()
+
+    def _continue(self) -> None:
+        """Settle the next pages that a gone worker, or the end of `demote`, has changed the ranks of."""
+        for page in list(islice(self._unsettled, self.limits.part)):
+            del self._unsettled[page]
+            if self._draining:
+                self._not_above(page)
+                page.leaving = Leaving.STAYS
+                self._settle(page)
+                if page.host is not None:
+                    self._queue_write(page)
+            else:
+                self._bring_back(page)

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from kvtier.tier.protocol.events import (
     ClearsKnown,
     Command,
     CommitCatalogue,
+    Continue,
     Disconnect,
     Drain,
     Event,
@@ -120,6 +121,7 @@ class CacheService:
     page another node turned out not to have; neither may block. `on_failed` is called, on that thread, when a fault has
     ended the service and all is closed. With `awaits_clears` nothing is looked up here until `know`:
     the node may have been away while a tenant was cleared.
+    Pages of L4 are found again after `start` has returned, a part at a time (22 us each); workers are heard when all are.
     Starting raises ValueError for sizes or paths that can't be, and OSError when the L4 folder or the socket can't be
     opened; a damaged L4 is healed and noted.
     """
@@ -178,6 +180,8 @@ class CacheService:
         self._server: NodeServer | None = None
         self._recorder: Recorder | None = None  # of the latest recording, over or not
         self._coordinator: Coordinator
+        self._recovery: Iterator[None] = iter(())
+        self._is_recovered = False
         self._thread: threading.Thread
 
     def start(self) -> None:
@@ -274,7 +278,7 @@ class CacheService:
             tier: [] for tier in (TierName.PEER, TierName.HOST, TierName.SSD)
         }
         for part in self._in_parts(
-            self._ask(partial(self._page_ids, None)),
+            self._ask(partial(self._page_ids, None), only_looks=False),  # all that was recovered
             lambda ids: [self._ask(partial(self._coordinator.holds, ids))],
         ):
             for tier, keys in part.items():
@@ -341,14 +345,14 @@ class CacheService:
         """Apply the clears that are told and were missed here; from then on what is here may be looked up."""
         if self._awaits_clears:  # else what is on its way here may be of a tenant that has no pages yet
             missed = Clears(self.clears()).behind(told)
-            self._ask(lambda: self._handle(NoteClears(tuple(missed))))
+            self._ask(lambda: self._handle(NoteClears(tuple(missed))), only_looks=False)
             self._awaits_clears = False
         for tenant, number in Clears(self.clears()).behind(told):
             self.clear(tenant, number)
-        self._ask(lambda: self._handle(ClearsKnown()))
+        self._ask(lambda: self._handle(ClearsKnown()), only_looks=False)
 
     def _ids_of(self, tenant: bytes | None) -> list[PageId]:
-        ids = self._ask(partial(self._page_ids, None))
+        ids = self._ask(partial(self._page_ids, None), only_looks=False)
         if tenant is None:
             return ids
         return self._in_parts(ids, lambda part: self._ask(lambda: self._coordinator.ids_of(tenant, part)))
@@ -365,7 +369,7 @@ class CacheService:
 
     def _keys(self) -> Iterable[bytes]:
         """The keys of all pages that are here, each once."""
-        return dict.fromkeys(key for key, _ in self._ask(partial(self._page_ids, None)))
+        return dict.fromkeys(key for key, _ in self._ask(partial(self._page_ids, None), only_looks=False))
 
     def _in_parts(self, items: Iterable[Item], do: Callable[[tuple[Item, ...]], list[T]]) -> list[T]:
         """Have the loop do something to few items at a time, so that it never stops for long; all that it found."""
@@ -376,11 +380,11 @@ class CacheService:
 
     def idle(self) -> bool:
         """Nothing is in flight, and nothing is leased (pins and workers' stocks aside)."""
-        return self._ask(lambda: self._coordinator.is_idle)
+        return self._ask(lambda: self._is_recovered and self._coordinator.is_idle)
 
     def check(self) -> None:
         """Re-derive every counter; AssertionError says what doesn't hold."""
-        self._ask(self._check)
+        self._ask(self._check, only_looks=False)
 
     def notes(self) -> list[str]:
         """The latest one-line notices, such as a healed catalogue; the latest last."""
@@ -485,11 +489,14 @@ class CacheService:
     def _run(self) -> None:
         assert self._server is not None
         try:
+            self._recover()
             while not self._is_over():
                 for event in self._server.poll(self._patience_s()):
                     self._handle(event)
                 while self._inbox:
                     self._take_inbox(self._server)
+                if self._coordinator.has_more:
+                    self._handle(Continue())
                 while self._server.notes:
                     self._note(self._server.notes.popleft())
                 self._settle_clears()
@@ -502,6 +509,14 @@ class CacheService:
             self._end()
             if self._state == "failed" and self._on_failed is not None:
                 self._on_failed()
+
+    def _recover(self) -> None:
+        """L4's pages are found again before the first worker is heard; questions are answered in between."""
+        for _ in self._recovery:
+            self._answer_those_that_look()
+            if self._state != "running":
+                return
+        self._is_recovered = True
 
     def _take_inbox(self, server: NodeServer) -> None:
         # What a worker sent before an admin call was made is heard before the call: nothing is stored behind a clear.
@@ -653,6 +668,8 @@ class CacheService:
         return self._is_quiescing and self._coordinator.is_written
 
     def _patience_s(self) -> float | None:
+        if self._coordinator.has_more:
+            return 0.0
         times = [at for at in (self._drain_until, self._clear_again_at) if at is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -690,7 +707,6 @@ class CacheService:
             host=slots,
             ssd=None if self._ssd is None else self._ssd.allocator,
             ssd_variants=self._l4_variants,
-            recovered=recovered,
             lost=() if self._ssd is None else self._ssd.lost,
             roots=() if self._ssd is None else load_roots(self._l4_path),
             stored_before=None if self._ssd is None else load_stored_before(self._l4_path),
@@ -705,6 +721,7 @@ class CacheService:
             clears=known,
             awaits_clears=self._awaits_clears,
         )
+        self._recovery = self._coordinator.recover(recovered)
         if self._ssd is not None:
             self._ssd.lost = []  # told; it could be long
         self._server = NodeServer(self._socket_path, None if self._host is None else self._host.fd)

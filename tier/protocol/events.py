@@ -163,6 +163,11 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Continue:
+    """Do the next part of work that would take too long in one event; sent while the node `has_more`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quiesce:
     """The drain is over: start no more writes, persist what the catalogue keeps of the pages' use."""
 
@@ -185,6 +190,7 @@ Event = (
     | Clear
     | Verify
     | Drain
+    | Continue
     | Quiesce
 )
 

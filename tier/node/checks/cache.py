@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.tier.node.checks.peer_memory import CheckedFrames, kinds_by_key
-from kvtier.tier.node.state.records import HostCopy, Leaving, RemoteLoad, Saving, SsdCopy, parent_key
+from kvtier.tier.node.state.records import (
+    HostCopy,
+    Leaving,
+    Page,
+    RemoteLoad,
+    Saving,
+    SsdCopy,
+    parent_key,
+)
 from kvtier.tier.node.state.shares import UNLIMITED
 from kvtier.tier.node.state.worth import MAX_VALUES
 from kvtier.tier.pages.clear_epochs import MAX_TENANTS
 from kvtier.tier.pages.page import TierName, slot_bytes
+from kvtier.tier.protocol.events import WorkerRef
 from kvtier.tier.protocol.messages import REASONS
 from kvtier.tier.stats import LATENCY_SAMPLES
 
@@ -247,19 +256,21 @@ class CheckedState(CheckedFrames):
                 children[parent] += 1
             if page.host is not None:
                 assert self._copies[page.host.grant.slot] is page.host
-                order = self._orders[page.slot_bytes, UNLIMITED][self._rank(page)]
-                assert page.host_order is None or (page.host_order is order and page in order)
-                own = self._orders[page.slot_bytes, page.owner][self._rank(page)]
-                assert page.own_host_order is None or (page.own_host_order is own and page in own)
+                if page not in self._unsettled:
+                    order = self._orders[page.slot_bytes, UNLIMITED][self._rank(page)]
+                    assert page.host_order is None or (page.host_order is order and page in order)
+                    own = self._orders[page.slot_bytes, page.owner][self._rank(page)]
+                    assert page.own_host_order is None or (page.own_host_order is own and page in own)
                 assert page.own_host_order or page.host.readers or page.pinned or not page.owner
                 assert page.host_order or page.host.readers or page.pinned, (
                     "a copy in L3 that can't be evicted"
                 )
             if page.ssd is not None:
-                order = self._ssd_orders[UNLIMITED][self._ssd_rank(page)]
-                assert page.ssd_order is None or (page.ssd_order is order and page in order)
-                own = self._ssd_orders[page.owner][self._ssd_rank(page)]
-                assert page.own_ssd_order is None or (page.own_ssd_order is own and page in own)
+                if page not in self._unsettled:
+                    order = self._ssd_orders[UNLIMITED][self._ssd_rank(page)]
+                    assert page.ssd_order is None or (page.ssd_order is order and page in order)
+                    own = self._ssd_orders[page.owner][self._ssd_rank(page)]
+                    assert page.own_ssd_order is None or (page.own_ssd_order is own and page in own)
                 assert page.own_ssd_order or page.ssd.readers or page.pinned or not page.owner
                 assert page.ssd_order or page.ssd.readers or page.pinned, "a copy in L4 that can't be evicted"
         assert children == self._children
@@ -283,13 +294,20 @@ class CheckedState(CheckedFrames):
 
     def _check_leaving(self) -> None:
         """What leaves L3 has somewhere to be found, or nothing behind it in its chain; what is above is one worker's."""
-        refs = {worker.ref for worker in self._live()}
+        above: dict[WorkerRef, dict[Page, None]] = {}
         for page in self._pages.values():
-            assert not page.above or (self._demotes and not page.shared and page.user in refs)
+            if page in self._unsettled:
+                continue
+            if page.above is not None:
+                assert self._demotes and not page.shared and page.user == page.above
+                assert page.above in self._workers, "a page is above in a worker that is gone"
+                above.setdefault(page.above, {})[page] = None
             if page.leaving is not Leaving.STAYS:
                 assert self._demotes and page.host is not None
             if page.leaving is Leaving.GOES:
                 assert page.envelope.key not in self._children, "a page goes on which others hang"
+        assert self._draining or self._above == above
+        assert all(self._pages.get(page.id) is page for page in self._unsettled)
 
     def _check_shares(self) -> None:
         """What tenants hold is counted, and who is over its share has nothing to give."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from kvtier.tier.node.state.fetches import Fetches
 from kvtier.tier.node.state.misses import Misses, at
@@ -156,12 +157,15 @@ class CacheState(LentFrames):
         self._redraws = 0  # times that pages were used
         self._has_refused = False  # a page was not written, because loading it takes too long; said once
         self._leaving: dict[SsdCopy, Page] = {}  # dropped from the catalogue, still being read
-        self._ssd_generation = max((e.generation for e in recovered), default=0)
+        self._ssd_generation = 0
         self._ssd_failing = False
         self._ssd_at: dict[Place, Page] = {}  # the pages that are found in L4, by where they lie
         self._ssd_emptying: int | None = None  # a segment whose pages leave in parts, for another size
         self._ssd_restored_at = 0.0  # when segments that the disk had no room for are tried again
         self._touched: dict[Page, None] = {}
+        self._above: dict[WorkerRef, dict[Page, None]] = {}  # `page.above`, by worker
+        # Pages that a gone worker had `above`, or, of a node that drains, that still wait for L4 by their old ranking.
+        self._unsettled: dict[Page, None] = {}
 
         self._workers: dict[WorkerRef, Worker] = {}
         self._bad_messages = 0
@@ -196,9 +200,9 @@ class CacheState(LentFrames):
             self._misses.add_root(root, fields)
         if stored_before is not None:
             self._misses.recall(stored_before)
-        self._recover(recovered)
+        for _ in self.recover(recovered):
+            pass
         self._mourn(lost)
-        self._holds = {}  # what was recovered is in `holds`
 
     # ---- what others may ask -----------------------------------------------------------------------------------
 
@@ -208,13 +212,23 @@ class CacheState(LentFrames):
         if not (self.is_written and self._fetches.is_idle):
             return False
         return not (
-            self._queue or self._reads or self._checks or self._jobs or any(w.requests for w in self._live())
+            self._unsettled
+            or self._queue
+            or self._reads
+            or self._checks
+            or self._jobs
+            or any(w.requests for w in self._live())
         )
 
     @property
     def is_written(self) -> bool:
         """No page waits for L4."""
-        return not (self._to_write or self._writes)
+        return not (self._to_write or self._writes or (self._draining and self._unsettled))
+
+    @property
+    def has_more(self) -> bool:
+        """Some work of an earlier event is left for `Continue`."""
+        return bool(self._unsettled)
 
     def snapshot(self) -> Snapshot:
         """The counters of L3 and L4. Hits are counted by the workers, at a request's first token."""
@@ -301,31 +315,45 @@ class CacheState(LentFrames):
 
     # ---- pages come and go -------------------------------------------------------------------------------------
 
-    def _recover(self, recovered: Sequence[CatalogueEntry]) -> None:
-        """The pages of the catalogue, as if each had been let go when it was last used."""
-        by_use: dict[float, list[Page]] = {}
-        offset_s, latest = self._wall_offset_s, self._now
-        for entry in sorted(recovered, key=lambda entry: (entry.last_use_s, entry.envelope.depth)):
-            last_use = min(latest, entry.last_use_s - offset_s)
-            page = self._create(entry.envelope, entry.content, last_use)
-            page.ssd = SsdCopy(entry)
-            self._ssd_at[entry.place] = page
-            page.uses = entry.uses
-            self._shares.take(TierName.SSD, page.owner, entry.slot_bytes)
-            self._enter(page, TierName.SSD)
-            if page.content:
-                self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
-            by_use.setdefault(last_use, []).append(page)
-        for last_use, pages in by_use.items():
-            deepest = pages[-1].envelope.depth
+    def recover(self, recovered: Sequence[CatalogueEntry]) -> Iterator[None]:
+        """The pages of the catalogue, as if each had been let go when it was last used; in parts, before any event.
+
+        `recovered` is in any order. A part is at least `limits.part` pages, and all those of one last use.
+        """
+        entries = sorted(recovered, key=lambda entry: (entry.last_use_s, entry.envelope.depth))
+        self._ssd_generation = max((entry.generation for entry in entries), default=0)
+        num_pages = 0
+        for _, used_together in groupby(entries, key=lambda entry: entry.last_use_s):
+            pages = [self._recover(entry) for entry in used_together]
+            deepest, last_use = pages[-1].envelope.depth, pages[-1].last_use
             behind = [deepest - page.envelope.depth for page in pages]
             rows = [page.row for page in pages]
             self._histories.end(rows, behind, Use(deepest + 1, 0), last_use, last_use)
-        for page in self._pages.values():
+            num_pages += len(pages)
+            if num_pages >= self.limits.part:
+                num_pages = 0
+                self._holds = {}  # `holds` has what was recovered
+                yield
+        for number, page in enumerate(self._pages.values(), 1):
             original = self._original(page)
             if original is not None and original.last_use <= page.last_use:
                 self._supersede(original)
             self._settle(page)
+            if number % self.limits.part == 0:
+                yield
+        self._holds = {}
+
+    def _recover(self, entry: CatalogueEntry) -> Page:
+        last_use = min(self._now, entry.last_use_s - self._wall_offset_s)
+        page = self._create(entry.envelope, entry.content, last_use)
+        page.ssd = SsdCopy(entry)
+        self._ssd_at[entry.place] = page
+        page.uses = entry.uses
+        self._shares.take(TierName.SSD, page.owner, entry.slot_bytes)
+        self._enter(page, TierName.SSD)
+        if page.content:
+            self._misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
+        return page
 
     def _mourn(self, lost: Sequence[CatalogueEntry]) -> None:
         detail = f"its place in the files of L4 was gone when the node started at {self._wall()}"
@@ -376,6 +404,8 @@ class CacheState(LentFrames):
         if page.peer is not None:
             self._drop_peer(page)
         self._touched.pop(page, None)
+        self._not_above(page)
+        self._unsettled.pop(page, None)
         if page.pinned:
             self._set_pinned(page, False)
         self._variants[page.id[1]] -= 1
@@ -760,6 +790,14 @@ class CacheState(LentFrames):
         if page.above or (self._demotes and page.host is not None and page.leaving is Leaving.STAYS):
             return SsdRank.SPARE
         return SsdRank.INNER if page.envelope.key in self._children else SsdRank.LEAF
+
+    def _not_above(self, page: Page) -> None:
+        """A page's copies here are no longer spare; it is to be settled."""
+        ref, page.above = page.above, None
+        if ref is not None and ref in self._above:
+            del self._above[ref][page]
+            if not self._above[ref]:
+                del self._above[ref]
 
     def _settle_all(self, key: bytes) -> None:
         for page in self._named(key):

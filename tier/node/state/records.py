@@ -24,6 +24,7 @@ class Limits:
     write_bytes: int = 128 * 2**20  # ... and their bytes
     reads: int = 16  # pages on their way up at once; enough to keep the reader threads fed
     verifies: int = 4
+    part: int = 1024  # pages of one part of long work: 25 ms at most
     workers: int = 256
     requests_per_worker: int = 4096
     keys_per_locate: int = 100_000
@@ -120,7 +121,7 @@ class Page:
     leaving: Leaving = Leaving.STAYS
     user: WorkerRef | None = None  # the worker that has used it
     shared: bool = False  # others have, too
-    above: bool = False  # its user has taken it up, and will bring it down again: its copies here are spare
+    above: WorkerRef | None = None  # exclusive in this worker's L1, its `user`: copies here are evicted first
     host: HostCopy | None = None
     ssd: SsdCopy | None = None
     peer: PeerCopy | None = None  # in L2, beside one in L3 or L4

@@ -39,8 +39,8 @@ class RankedState(CacheState):
 
     def _bring_back(self, page: Page) -> None:
         """What a worker had taken up may not come down again."""
-        if page.above:
-            page.above = False
+        if page.above is not None:
+            self._not_above(page)
             if page.host is not None and page.ssd is not None:
                 page.leaving = Leaving.SINKS  # on its way through L3, until it is known who has it
             self._settle(page)
