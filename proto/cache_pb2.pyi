@@ -326,16 +326,14 @@ class KeyOutcome(_message.Message):
     def __init__(self, key: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., owners: _Optional[_Mapping[str, Outcome]] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("path", "max_bytes", "nodes", "workers")
+    __slots__ = ("path", "max_bytes", "nodes")
     PATH_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
     path: str
     max_bytes: int
     nodes: _containers.RepeatedScalarFieldContainer[str]
-    workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, path: _Optional[str] = ..., max_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., max_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StopRecordRequest(_message.Message):
     __slots__ = ()

@@ -24,8 +24,6 @@ from kvtier.tier.pages.clear_epochs import Clears
 from kvtier.tier.pages.page import TierName
 from kvtier.tier.protocol.key_query import HeldKeys, keys_with, split_keys
 from kvtier.tier.protocol.results import Cleared, ManyOutcomes
-from kvtier.tier.record.format import RecordingError
-from kvtier.tier.record.writer import RecordingStatus, file_of
 from kvtier.tier.stats import RequestTotals, Snapshot, TierCounters
 from kvtier.tier.stores.base import Outcome, PageInfo, Uncleared
 from kvtier.workers.models.text import Text, tokenizer_digest
@@ -342,13 +340,6 @@ class EchoWorker:
 
     async def verify_all(self) -> ManyOutcomes:
         return ManyOutcomes.of(self._each([bytes.fromhex(key) for key in self.pages_held]))
-
-    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
-        file = file_of(path, self.info.worker_id, is_only=is_only)
-        raise RecordingError(f"an echo has nothing to record into {file}")
-
-    async def stop_recording(self) -> RecordingStatus | None:
-        return None
 
     async def health(self) -> str | None:
         return self.wrong

@@ -1,8 +1,7 @@
-"""Small workers of all kinds and what happens to them: windows, layer groups, formats, people; and recordings of that."""
+"""Small workers of all kinds and what happens to them: windows, layer groups, formats, people."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -12,25 +11,10 @@ from scheduler_kit import TENANT, Machine, expected, tenancy_of
 from kvtier.tier.pages.page import PageFormat
 from kvtier.tier.pages.recipe import ChainNeeds, Recipe, Window
 from kvtier.tier.policy.base import PolicySettings
-from kvtier.tier.record import checkpoint
-from kvtier.tier.record.format import (
-    SUM_EVERY,
-    VERSION,
-    Alias,
-    Header,
-    RecordingReader,
-    RecordingWriter,
-    code_digest,
-)
-from kvtier.tier.record.rerun import Verdict, Watch, rerun
 from kvtier.workers.requests.api import FinishReason
 from kvtier.workers.requests.sequence import Tenancy
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import Pin, Remove, Unpin
-from kvtier.workers.scheduling.recorded import MODULES, WORKER, hiding_machine
 
 RAW, INT8, INT4C = PageFormat.FP32, PageFormat.INT8, PageFormat.INT4C
-SALT = b"salt of these tests"
 
 
 @dataclass
@@ -124,7 +108,7 @@ def drive(
             made.step()
             cancelled |= disturb(made, rng, trees)
     for key in list(made.table.pinned):
-        made.l1.hear(Unpin(key), made.now)
+        made.table.unpin(key, made.now)
     made.run()
     for i, (_, _, prompt, max_tokens, n, _) in enumerate(load.requests):
         for index in range(n):
@@ -144,57 +128,18 @@ def disturb(made: Machine, rng: Random, trees: dict[bytes, Tenancy]) -> set[tupl
         made.scheduler.check()
         return {(seq.request.spec.request_id, seq.index)}
     if cached and chance < 0.2:
-        made.l1.hear(Pin(rng.choice(cached)), made.now)
+        table.pin(rng.choice(cached))
     elif cached and chance < 0.3:
         key = rng.choice(cached)
         if not table.is_pinned(key):
-            made.l1.hear(Remove(key), made.now)
+            table.remove(key, made.now)
     elif table.pinned and chance < 0.4:
-        made.l1.hear(Unpin(rng.choice(list(table.pinned))), made.now)
+        table.unpin(rng.choice(list(table.pinned)), made.now)
     elif trees and chance < 0.45:
         root = rng.choice(list(trees))
         trees[root] = made.clear(trees[root])
     made.scheduler.check()
     return set()
-
-
-class Recorded:
-    """Records an L1 from now on."""
-
-    is_over = False
-
-    def __init__(self, l1: L1) -> None:
-        self.l1 = l1
-        self.out = io.BytesIO()
-        self.answers: list[object] = []
-        alias, machine = Alias(SALT), hiding_machine(SALT)
-        self.state = checkpoint.dump(l1, MODULES, lambda one, its: machine.hide_state(one, its, alias))
-        self.writer = RecordingWriter(machine, alias, self._write)
-        self.writer.begin(
-            Header(VERSION, WORKER.name, "w0", "i", "0", code_digest(MODULES), 0.0, {}), self.state
-        )
-        l1.tap(self)
-
-    def heard(self, event: object, now: float, answer: object, counters: Callable[[], object]) -> None:
-        self.answers.append(answer)
-        is_time = (self.writer.events + 1) % SUM_EVERY == 0
-        self.writer.heard(event, now, answer, counters() if is_time else None)
-
-    def broke(self, event: object, now: float, error: BaseException) -> None:
-        self.writer.broke(event, now, type(error).__name__)
-
-    def ended(self) -> bytes:
-        """The whole recording."""
-        self.writer.end("the test is over", self.l1.counters())
-        return self.out.getvalue()
-
-    def _write(self, data: bytes) -> None:
-        self.out.write(data)
-
-
-def run_again(data: bytes, watch: Watch | None = None) -> Verdict:
-    """Rerun a recording of a worker."""
-    return rerun(RecordingReader([data]), WORKER, watch)
 
 
 POLICIES = [
@@ -203,17 +148,3 @@ POLICIES = [
     PolicySettings(draw=4, per_draw=2),
     PolicySettings(draw=4, per_draw=2, guard=False),
 ]
-
-
-def a_world(seed: int, begin: float) -> Recorded | None:
-    """The recording of a small worker of any kind from a moment of its life on, to its end; None where it ends before."""
-    rng = Random(seed)
-    life = workload(rng, rng.choice(POLICIES))
-    made: list[Recorded] = []
-
-    def before_step(machine: Machine) -> None:
-        if machine.now >= begin and not made:
-            made.append(Recorded(machine.l1))
-
-    drive(life, meddle=True, before_step=before_step)
-    return made[0] if made else None

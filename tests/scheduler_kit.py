@@ -21,31 +21,6 @@ from kvtier.workers.paging.frames import Convert, CopyHead, Move, Op, PageRecord
 from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
 from kvtier.workers.requests.sequence import Load, Request, Sequence, SequenceState, Tenancy
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import (
-    Add,
-    Arrive,
-    ClearTree,
-    Computed,
-    Cut,
-    EndCopies,
-    Finish,
-    Fork,
-    Found,
-    GiveUp,
-    LoadOver,
-    Place,
-    PreemptedSaved,
-    Retenant,
-    Sampled,
-    Saved,
-    Schedule,
-    SetAside,
-    Siblings,
-    StartSave,
-    TakeDue,
-    TakeOps,
-)
 from kvtier.workers.scheduling.scheduler import PREEMPTION, SPARED_AFTER, DemotedPage, Row, Scheduler, Step
 
 VOCAB = 50
@@ -138,7 +113,6 @@ class Machine:
     policy: Policy = field(init=False)
     table: PageTable = field(init=False)
     scheduler: Scheduler = field(init=False)
-    l1: L1 = field(init=False)
     memory: Memory = field(default_factory=Memory)
     node: dict[tuple[PageKey, PageFormat], Page] = field(default_factory=dict)
     saving: list[Saving] = field(default_factory=list)
@@ -173,7 +147,6 @@ class Machine:
             load_deadline_s=5.0,
             weights=self.weights,
         )
-        self.l1 = L1(self.table, self.scheduler)
 
     # From outside
 
@@ -191,18 +164,20 @@ class Machine:
         )
         number = sum(r.spec.sampling.n for r in self.requests)
         where = tenancy or tenancy_of("plain", PLAIN)
-        request = self.l1.hear(Add(number, spec, where, self.now, 0.0, 0, LONGEST), self.now)
+        request = self.scheduler.submit(
+            spec, number, where, LONGEST, submitted_s=self.now, wall_s=0.0, turn=0
+        )
         self.requests.append(request)
         return request
 
     def clear(self, tenancy: Tenancy) -> Tenancy:
         """Clear a tree; running requests of it go on under another."""
-        self.l1.hear(ClearTree(tenancy.tree), self.now)
+        self.table.clear(tenancy.tree, self.now)
         fresh = replace(tenancy, tree=RootKey(self.rng.randbytes(32)))
         for request in self.requests:
             going = [seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED]
             if request.tenancy.tree == tenancy.tree and going:
-                self.l1.hear(Retenant(going[0], fresh), self.now)
+                request.tenancy = fresh
         return fresh
 
     # Steps
@@ -233,7 +208,7 @@ class Machine:
         self.expire()
         before = set(self.scheduler.active)
         slots = dict.fromkeys((nbytes for group in self.pages for nbytes in group.values()), self.slots)
-        step = self.l1.hear(Schedule(self.has_node, slots), self.now)
+        step = self.scheduler.schedule(self.now, can_load=self.has_node, free_slots=slots)
         self.check_bounds(step, slots)
         self.check_fairness(step, before)
         self.do(step.ops)
@@ -254,7 +229,7 @@ class Machine:
         for row in step.rows:
             self.compute(row)
         if step.rows:
-            for record in self.l1.hear(Computed(), self.now):
+            for record in self.scheduler.computed(self.now):
                 assert self.table.is_cached(record)
         for row in step.rows:
             if row.samples:
@@ -386,13 +361,12 @@ class Machine:
         request = seq.request
         siblings: list[Sequence] = []
         if request.usage is None:
-            last = seq.number + request.spec.sampling.n - 1
-            siblings = self.l1.hear(Siblings(seq.number, last, LONGEST), self.now)
+            siblings = self.scheduler.siblings(seq, LONGEST)
         for child in siblings:
-            self.do(self.l1.hear(Fork(child.number), self.now))
+            self.do(self.scheduler.fork(seq, child, self.now))
         for each in [seq, *siblings]:
             token = next_token(each.tokens[: each.length].tolist(), each.index)
-            self.l1.hear(Sampled([each.number], [token]), self.now)
+            self.scheduler.sampled([each], [token], self.now)
             usage = request.usage
             assert usage is not None
             assert sum(usage.cached_tokens.values()) + usage.computed_tokens == usage.prompt_tokens
@@ -404,7 +378,7 @@ class Machine:
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         self.asked = [s for s in self.asked if s is not seq]
         self.below = [entry for entry in self.below if entry[1] is not seq]
-        self.l1.hear(Finish(seq.number, reason, seq.kind(reason)), self.now)
+        self.scheduler.finish(seq, self.now, reason, seq.kind(reason))
         self.finished[seq.request.spec.request_id, seq.index] = reason
 
     # The node
@@ -445,7 +419,7 @@ class Machine:
                     if page is not None:
                         refs.append(((group, i), page))
         missing = Missing(pages, "never_stored", "")
-        self.l1.hear(Found(seq.number, pages, [ref for ref, _ in refs], missing), self.now)
+        load.locate(pages, [ref for ref, _ in refs], missing)
         self.rng.shuffle(refs)
         self.below += [(load, seq, ref, page) for ref, page in refs]
         self.finish_load(seq)
@@ -481,11 +455,11 @@ class Machine:
             if self.rng.random() > chance:
                 self.below.append((load, seq, ref, page))
             elif self.rng.random() < self.faults:
-                self.l1.hear(Cut(seq.number, Missing(ref[1], "load_failed", "")), self.now)
+                load.cut(ref[1], Missing(ref[1], "load_failed", ""))
                 self.finish_load(seq)
             else:
-                frame = self.l1.hear(Place(seq.number, ref, page.format), self.now)
-                self.do(self.l1.hear(TakeOps(), self.now))
+                frame = self.table.place(seq, ref, page.format, self.now)
+                self.do(self.table.take_ops())
                 if frame is None:
                     self.finish_load(seq)
                 else:
@@ -499,15 +473,15 @@ class Machine:
                 continue
             page, ref = each.page, each.ref
             self.memory.write(each.frame, self.units(page.group, page.format), page)
-            self.l1.hear(EndCopies([each.frame]), self.now)
+            self.table.end_copy(each.frame)
             if each.seq.load is not each.load or each.seq.state is not SequenceState.LOADING:
                 continue
             if not each.load.wants(ref):
                 continue
             if self.rng.random() < self.faults:
-                self.l1.hear(Cut(each.seq.number, Missing(ref[1], "corrupt", "")), self.now)
+                each.load.cut(ref[1], Missing(ref[1], "corrupt", ""))
             else:
-                self.l1.hear(Arrive(each.seq.number, ref, TierName.HOST), self.now)
+                self.table.arrive(each.seq, ref, TierName.HOST, self.now)
                 self.loaded_pages.append(ref)
             self.finish_load(each.seq)
 
@@ -516,12 +490,12 @@ class Machine:
             assert seq.load is not None
             if self.now > seq.load.deadline_s and self.faults:
                 self.asked = [s for s in self.asked if s is not seq]
-                self.l1.hear(GiveUp(seq.number, "deadline", ""), self.now)
+                seq.load.give_up("deadline", "")
                 self.finish_load(seq)
 
     def finish_load(self, seq: Sequence) -> None:
         if seq.load is not None and seq.load.is_complete and seq.state is SequenceState.LOADING:
-            pages = self.l1.hear(LoadOver(seq.number), self.now)
+            pages = self.scheduler.loaded(seq, self.now)
             assert pages >= 0
 
     # Saves
@@ -551,38 +525,38 @@ class Machine:
             assert page.format is saving.page.format and page.tokens[: len(tokens)] == tokens, (
                 "reused under a copy"
             )
-            self.l1.hear(EndCopies([saving.frame]), self.now)
+            self.table.end_copy(saving.frame)
             if saving.seq is not None:
                 self.end_demotion(saving.seq)
             is_written = self.rng.random() >= self.faults
             if is_written:
                 self.node[saving.key, page.format] = saving.page
             if saving.record is not None and self.table.is_cached(saving.record):
-                self.l1.hear(Saved(saving.record.frame, is_written), self.now)
+                self.table.saved(saving.record, is_written, self.now)
         self.save_through()
 
     def end_demotion(self, seq: Sequence) -> None:
         """One of a preempted sequence's pages has been copied down."""
         self.demoting[seq] -= 1
         if not self.demoting[seq] and seq.state is not SequenceState.FINISHED:
-            self.l1.hear(PreemptedSaved(seq.number, True), self.now)
+            seq.copies = 0
 
     def save_through(self) -> None:
         """Cached pages reach the node sooner or later, unless it has no room for them."""
         if not self.has_node or not self.slots:
             return
-        self.do(self.l1.hear(TakeOps(), self.now))
-        due = self.l1.hear(TakeDue(), self.now)
+        self.do(self.table.take_ops())
+        due = self.table.take_due()
         assert not any(record.is_put_off for record in due)
         records = [record for record, _ in self.table.cached()]
         if self.margin:
             self.leaving += [record for record in due if record.leaves]
-            self.leaving += self.l1.hear(SetAside(), self.now)
+            self.leaving += self.table.set_aside(self.now)
             self.leaving = [record for record in self.leaving if self.table.is_cached(record)]
             records = self.leaving
         for record in list(records):
             if record.save is SaveState.DIRTY and not record.is_put_off and self.rng.random() < 0.5:
-                self.l1.hear(StartSave(record.frame), self.now)
+                self.table.start_save(record)
                 page = self.memory.read(record.frame).copy()
                 self.saving.append(Saving(record.frame, record.key, page, None, record))
 

@@ -21,7 +21,6 @@ from kvtier.tier.protocol.key_query import HeldKeys, keys_with, split_keys
 from kvtier.tier.protocol.kv_events import Batch, Feed, Reply, Source
 from kvtier.tier.protocol.messages import WriteMode
 from kvtier.tier.protocol.results import Cleared, ManyOutcomes
-from kvtier.tier.record.writer import RecordingStatus, file_of
 from kvtier.tier.stats import Snapshot
 from kvtier.tier.stores.base import Outcome, PageInfo
 from kvtier.workers.engine.kv_publisher import Holds, Outlet, Publisher, PublishError
@@ -333,14 +332,6 @@ class DecodeWorkerProcess:
     def verify_all(self) -> ManyOutcomes:
         """The same with all pages in L1."""
         return ManyOutcomes.of(self._worker.verify(None))
-
-    def record(self, path: str, max_bytes: int, is_only: bool = True) -> RecordingStatus:
-        """Write what L1 hears into a new file (see file_of). Raises RecordingError."""
-        return self._worker.record(file_of(path, self._worker.worker_id, is_only=is_only), max_bytes)
-
-    def stop_recording(self) -> RecordingStatus | None:
-        """End the recording."""
-        return self._worker.stop_recording()
 
     def idle(self) -> bool:
         """No request, no copy, nothing left to save."""

@@ -383,14 +383,6 @@ class RayOwner:
         outcomes: ManyOutcomes = await self._call("verify_all")
         return outcomes
 
-    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
-        status: RecordingStatus = await self._call("record", path, max_bytes, is_only)
-        return status
-
-    async def stop_recording(self) -> RecordingStatus | None:
-        status: RecordingStatus | None = await self._call("stop_recording")
-        return status
-
 
 class RayWorker(RayOwner):
     """A decode worker; "a worker" until it has said which."""
@@ -432,6 +424,14 @@ class RayNode(RayOwner):
     async def clears(self) -> Told:
         told: Told = await self._call("clears")
         return told
+
+    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus:
+        status: RecordingStatus = await self._call("record", path, max_bytes, is_only)
+        return status
+
+    async def stop_recording(self) -> RecordingStatus | None:
+        status: RecordingStatus | None = await self._call("stop_recording")
+        return status
 
 
 class RayDirectory:

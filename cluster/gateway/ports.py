@@ -31,8 +31,7 @@ class OwnerPort(Protocol):
 
     `held` is asked for page keys that lie one behind the other, `keys_with` for keys' first digits (by_key.keys_with).
     `clear` does what a clear epoch (`number`) stands for, `know` all that are told and that the owner has missed.
-    `health` is None when all is well, else what isn't. `record` raises RecordingError, and see recorder.file_of;
-    `stop_recording` is None where nothing was recorded.
+    `health` is None when all is well, else what isn't.
     """
 
     async def health(self) -> str | None: ...
@@ -49,8 +48,6 @@ class OwnerPort(Protocol):
     async def know(self, told: Told) -> None: ...
     async def verify(self, keys: list[bytes]) -> Outcomes: ...
     async def verify_all(self) -> ManyOutcomes: ...
-    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus: ...
-    async def stop_recording(self) -> RecordingStatus | None: ...
 
 
 async def asked_health(port: OwnerPort) -> tuple[str, str]:
@@ -68,11 +65,16 @@ async def asked_health(port: OwnerPort) -> tuple[str, str]:
 
 
 class NodePort(OwnerPort, Protocol):
-    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now, `clears` what it has been cleared by."""
+    """A CacheNode. `notes` are one-line notices, `pid` is that of its process now, `clears` what it has been cleared by.
+
+    `record` raises RecordingError, see writer.file_of; `stop_recording` is None where nothing was recorded.
+    """
 
     async def notes(self) -> list[str]: ...
     async def pid(self) -> int: ...
     async def clears(self) -> Told: ...
+    async def record(self, path: str, max_bytes: int, is_only: bool) -> RecordingStatus: ...
+    async def stop_recording(self) -> RecordingStatus | None: ...
 
 
 class WorkerPort(OwnerPort, Protocol):

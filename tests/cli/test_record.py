@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from deployment_kit import Shell
 from gateway_kit import serving
-from l1_worlds import a_world
 from node_kit import Peer, running
 from recording_kit import SECRETS, a_life
 from recording_node import recording_node
@@ -49,31 +48,6 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def worker_lives(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Recordings of small workers of several kinds."""
-    folder = tmp_path_factory.mktemp("workers")
-    lives = [made for seed in range(16) if (made := a_world(seed, 5)) is not None]
-    files = [folder / f"{number}.kvrec" for number in range(2)]
-    for file, made in zip(files, sorted(lives, key=lambda made: -len(made.answers)), strict=False):
-        file.write_bytes(made.ended())
-    return files
-
-
-def test_show_says_what_a_worker_did(run: Run, worker_lives: list[Path]) -> None:
-    code, out, _ = run("record", "show", str(worker_lives[0]), "--json")
-    told = json.loads(out)
-
-    assert code == 0 and told["machine"] == "worker" and told["owner"] == "w0"
-    assert told["events"]["Schedule"] > 10 and told["commands"]["Computes"] > 10
-    assert told["difference"] is None and not told["is_torn"]
-
-    code, table, _ = run("record", "show", str(worker_lives[0]))
-    assert code == 0 and "Schedule" in table and "Computes" in table and "lookups" not in table
-    code, out, _ = run("record", "verify", str(worker_lives[0]))
-    assert code == 0 and "as recorded" in out
-
-
 def test_verify_says_that_all_is_as_recorded_plain_or_compressed(
     run: Run, life: Path, tmp_path: Path
 ) -> None:
@@ -90,16 +64,8 @@ def test_verify_says_that_all_is_as_recorded_plain_or_compressed(
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-@pytest.mark.parametrize("machine", ["cache node", "worker"])
-def test_another_process_comes_to_the_same(
-    life: Path, worker_lives: list[Path], machine: str, hash_seed: str
-) -> None:
+def test_another_process_comes_to_the_same(life: Path, hash_seed: str) -> None:
     """Sets of texts have another order in each process: no decision may hang on it."""
-    for file in [life] if machine == "cache node" else worker_lives:
-        verify_elsewhere(file, hash_seed)
-
-
-def verify_elsewhere(life: Path, hash_seed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", "record", "verify", str(life)],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -225,11 +191,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterato
 
 def test_a_deployment_is_recorded_and_its_trace_has_its_requests(shell: Shell, tmp_path: Path) -> None:
     """Real processes: gateway, worker and node; the recordings begin in the middle of their life."""
-    asked, trace = tmp_path / "run.kvrec.gz", tmp_path / "run.jsonl"
-    file, of_worker = tmp_path / "run.node-0.kvrec.gz", tmp_path / "run.worker-0.kvrec.gz"
+    file, trace = tmp_path / "run.kvrec.gz", tmp_path / "run.jsonl"
     shell(*shell.up_arguments, "--detach")
     shell.generate(PROMPT, "--request-id", "before-it-began")
-    shell("record", "start", "--out", str(asked))
+    shell("record", "start", "--out", str(file))
     assert "already: stop that first" in shell("record", "start", "--out", str(tmp_path / "two"), code=2)
     for i in range(4):
         shell.generate([*PROMPT, *range(20 * i)], "--request-id", f"my-own-name-{i}")
@@ -244,21 +209,10 @@ def test_a_deployment_is_recorded_and_its_trace_has_its_requests(shell: Shell, t
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
 
     assert told["difference"] is None and not told["is_torn"]
-    assert [one["path"] for one in stopped["recordings"]] == [str(file), str(of_worker)]
+    assert [one["path"] for one in stopped["recordings"]] == [str(file)]
     assert told["events"] == stopped["recordings"][0]["events"] > 5
-    worker: Any = shell.json("record", "verify", str(of_worker))
-    steps: Any = shell.json("record", "show", str(of_worker))
-    assert worker["difference"] is None and not worker["is_torn"] and worker["is_same_code"]
-    assert worker["events"] == stopped["recordings"][1]["events"] > 50
-    assert steps["machine"] == "worker" and steps["events"]["Add"] == 5
-    assert (
-        steps["events"]["Schedule"] >= 5 and steps["commands"]["Computes"] >= 5 and steps["commands"]["Drops"]
-    )
-    assert "in the recordings of nodes" in shell(
-        *("record", "export", str(of_worker), "--out", str(tmp_path / "no.jsonl")), code=1
-    )
     assert shown["events"]["Locate"] >= 4 and shown["found_pages"]["L3"] >= 6
-    text = gzip.decompress(file.read_bytes()) + gzip.decompress(of_worker.read_bytes())
+    text = gzip.decompress(file.read_bytes())
     assert b"my-own-name" not in text and b"before-it-began" not in text
     header, *requests = rows
     assert header["block"] == 16 and header["approximate"] and len(requests) == 5

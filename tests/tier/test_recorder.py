@@ -129,6 +129,7 @@ def test_a_file_that_falls_behind_ends_the_recording_with_what_it_has(tmp_path: 
         replace(NODE, hide=slowly), "n0", tmp_path / "file", MIN_BYTES, notes.append, max_queued=10
     )
     recorder.begin(node, "i", about(node))
+    recorder.wait_begun()
     heard = 0
     while not recorder.is_over:
         recorder.heard(Drain(), 200.0, node.handle(Drain(), 200.0), node.snapshot)

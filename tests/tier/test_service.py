@@ -29,7 +29,9 @@ from node_kit import (
     wait_until,
 )
 
+from kvtier.lab.recordings import opened
 from kvtier.tier.node.executor.mover import load_roots, load_stored_before
+from kvtier.tier.node.recording import NODE
 from kvtier.tier.node.service import STAGING_SLOTS, CacheService, ServiceStopped
 from kvtier.tier.node.state.records import Limits
 from kvtier.tier.pages.identity import tenant_digest
@@ -52,6 +54,7 @@ from kvtier.tier.protocol.events import (
 )
 from kvtier.tier.record import checkpoint
 from kvtier.tier.record.format import RecordingError
+from kvtier.tier.record.rerun import rerun
 from kvtier.tier.stores.base import Outcome, Place
 from kvtier.tier.stores.ssd.store import SsdTier
 
@@ -1012,39 +1015,65 @@ def test_who_waits_for_the_disk_hears_that_its_thread_died(
             service.clear()
 
 
-def test_a_node_answers_questions_while_its_state_is_written_and_hears_nothing_else(
+def test_a_node_serves_on_while_its_state_is_written_and_that_is_the_state_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million pages take half a minute: without a word in between, its supervisor would kill it."""
-    monkeypatch.setattr(checkpoint, "PART", 1)
-    with running(tmp_path) as service:
+    """A million pages take half a minute."""
+    goes_on = tmp_path / "goes-on"
+    dump = checkpoint.dump
+
+    def slowly(*args: Any) -> bytes:
+        wait_until(goes_on.exists)
+        return dump(*args)
+
+    monkeypatch.setattr(checkpoint, "dump", slowly)
+    with running(tmp_path) as service, ThreadPoolExecutor() as threads:
         peer = Peer(tmp_path)
         peer.store(0, 2)
         settle(service)
-        pause = service._answer_those_that_look
-        answers: list[bool] = []
-        outcomes: list[Any] = []
-        asker = threading.Thread(target=lambda: answers.append(service.idle()))
-        changer = threading.Thread(target=lambda: outcomes.append(service.clear()))
+        recording = threads.submit(service.record, tmp_path / "x.kvrec")
+        wait_until(lambda: service.recording() is not None)
+        keys = peer.store(5000, 3)
+        assert [page.came_from for page in peer.fetch(5000, 3)[0]] == ["L3"] * 3
+        assert dict(service.clear("eve")) == {} and not recording.done()
+        goes_on.touch()
 
-        def paused() -> None:
-            if not asker.ident:
-                changer.start()
-                wait_until(lambda: len(service._inbox) == 1)
-                asker.start()
-                wait_until(lambda: len(service._inbox) == 2)
-            pause()
-            if len(answers) == 0:
-                asker.join(30.0)
-            assert answers == [True] and not outcomes and len(service._inbox) == 1
-
-        monkeypatch.setattr(service, "_answer_those_that_look", paused)
-
-        status = service.record(tmp_path / "x.kvrec")
-
-        changer.join(30.0)
-        assert status.ended == "" and outcomes
+        assert recording.result(60.0).ended == ""
+        peer.fetch(0, 2)
+        settle(service)
+        service.stop_recording()
         peer.close()
+
+    with opened(tmp_path / "x.kvrec") as reader:
+        node = checkpoint.load(reader.state(), NODE.modules)
+        node.check()
+        assert len(node.page_ids()) == 2 and not {key for key, _ in node.page_ids()} & {*keys}
+    with opened(tmp_path / "x.kvrec") as reader:
+        verdict = rerun(reader, NODE)
+    assert verdict.difference is None and verdict.events > 5
+
+
+def test_a_node_that_stops_while_its_state_is_written_waits_for_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "dump", lambda *_: threading.Event().wait())
+    with ThreadPoolExecutor() as threads:
+        with running(tmp_path) as service:
+            recording = threads.submit(service.record, tmp_path / "x.kvrec")
+            wait_until(lambda: service.recording() is not None)
+        with pytest.raises(RecordingError, match="the node stopped"):
+            recording.result(30.0)
+    assert not (tmp_path / "x.kvrec").exists()
+
+
+def test_a_state_whose_writer_is_killed_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "dump", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with running(tmp_path) as service:
+        with pytest.raises(RecordingError, match="the process that writes it was ended"):
+            service.record(tmp_path / "x.kvrec")
+        assert service.health() is None
 
 
 def test_a_state_that_cannot_be_written_ends_the_recording_with_its_reason_and_nothing_else(

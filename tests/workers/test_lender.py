@@ -7,14 +7,13 @@ from random import Random
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from l1_worlds import POLICIES, Recorded, drive, run_again, workload
+from l1_worlds import POLICIES, drive, workload
 from scheduler_kit import Machine, Page
 
 from kvtier.tier.pages.page import PageFormat
 from kvtier.workers.node_io.peer_export import PATIENCE_S, STARVED_S, Lender, starved, to_lend, to_take_back
 from kvtier.workers.requests.api import FinishReason
 from kvtier.workers.requests.sequence import SequenceState
-from kvtier.workers.scheduling.l1_events import LendOut, LentOverdue, TakeBack
 
 RAW, SMALL = PageFormat.FP32, PageFormat.INT4C
 
@@ -42,9 +41,9 @@ class Peers:
             del self.asked[frame]
         if back:
             self.returned += len(back)
-            made.l1.hear(TakeBack(back), made.now)
+            made.table.take_back(back)
         elif self.asked and made.now - min(self.asked.values()) > 10.0:
-            made.l1.hear(LentOverdue(), made.now)
+            made.table.lent_overdue = True
         missing = made.scheduler.needed_soon()
         if table.frames.lent:
             self.asked.update(dict.fromkeys(to_take_back(table, missing, self.asked), made.now))
@@ -54,7 +53,7 @@ class Peers:
         self._step()
 
     def lend(self, size: int, count: int) -> None:
-        for frame in self.made.l1.hear(LendOut(size, count), self.made.now):
+        for frame in self.made.table.frames.lend(size, count):
             self.lent += 1
             self.made.memory.write(frame, size, Page(0, RAW, []))  # of no token
 
@@ -65,13 +64,11 @@ def test_whatever_is_lent_no_token_changes_and_nobody_starves(seed: int) -> None
     rng = Random(seed)
     life = workload(rng, rng.choice(POLICIES))
     peers = Peers(life.made, rng.choice([0.3, 0.8, 1.0]), rng.choice([0.0, 0.5, 0.95]))
-    recorded = Recorded(life.made.l1)
 
     drive(life, meddle=rng.random() < 0.5)
 
     frames = life.made.table.frames
     assert len(frames.lent) == peers.lent - peers.returned
-    assert run_again(recorded.ended()).difference is None
 
 
 class Keepers(Peers):
@@ -79,7 +76,7 @@ class Keepers(Peers):
 
     def __init__(self, made: Machine, share: float) -> None:
         super().__init__(made, share, slowness=1.0)
-        self.lender = Lender(made.l1, NoLink(), share)  # type: ignore[arg-type]
+        self.lender = Lender(made.scheduler, NoLink(), share)  # type: ignore[arg-type]
         self.given_up = 0
 
     def step(self) -> None:
@@ -107,14 +104,14 @@ def test_whatever_peers_keep_for_good_each_request_ends_and_no_token_changes(see
 
 def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nobody_else() -> None:
     made = idle(16)
-    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
-    made.l1.hear(LendOut(1, 10), 0.0)
+    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
+    made.table.frames.lend(1, 10)
     large = made.submit("large", [0] * 8, 2).sequences[0]
     made.submit("small", [1] * 2, 2)
     assert starved(made.scheduler) is large
     assert lender.given_up(100.0) is None and lender.next_deadline_s is None  # they may come back in time
 
-    made.l1.hear(LentOverdue(), 100.0)
+    made.table.lent_overdue = True
     assert lender.given_up(100.0) is None
     assert lender.next_deadline_s == 100.0 + STARVED_S
     assert lender.given_up(100.0 + STARVED_S / 2) is None
@@ -128,9 +125,9 @@ def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nobody_else() -
 
 def test_whatever_is_computed_meanwhile_begins_the_wait_anew() -> None:
     made = idle(16)
-    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
-    lent = made.l1.hear(LendOut(1, 10), 0.0)
-    made.l1.hear(LentOverdue(), 0.0)
+    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
+    lent = made.table.frames.lend(1, 10)
+    made.table.lent_overdue = True
     seq = made.submit("grows", [0] * 4, 12).sequences[0]
 
     def starve() -> None:
@@ -140,7 +137,7 @@ def test_whatever_is_computed_meanwhile_begins_the_wait_anew() -> None:
     starve()
     start, computed = made.now, seq.computed
     assert seq.state is SequenceState.RUNNING and lender.given_up(start) is None
-    made.l1.hear(TakeBack(lent[:1]), made.now)
+    made.table.take_back(lent[:1])
     starve()
 
     assert seq.computed > computed
@@ -163,7 +160,7 @@ def test_an_idle_worker_lends_its_share_and_keeps_a_reserve() -> None:
 
 def test_what_is_free_or_evictable_is_used_before_anything_is_asked_back() -> None:
     made = idle(64)
-    lent = made.l1.hear(LendOut(1, 32), 0.0)
+    lent = made.table.frames.lend(1, 32)
 
     assert to_take_back(made.table, {1: 32}, {}) == []
     assert len(to_take_back(made.table, {1: 33}, {})) == 1 + 2  # and a batch
@@ -178,7 +175,7 @@ def test_of_several_sizes_whole_slabs_are_lent_and_asked_back() -> None:
     for expected in (2, 1):
         size, count = to_lend(made.table, {}, 0.5)
         assert size == expected and count % slabs.per_slab(size) == 0
-        lent += made.l1.hear(LendOut(size, count), 0.0)
+        lent += made.table.frames.lend(size, count)
 
     assert to_lend(made.table, {}, 0.5)[1] == 0
     assert 2 * len(set(map(slabs.slab_of, lent))) == slabs.num_slabs
@@ -186,17 +183,17 @@ def test_of_several_sizes_whole_slabs_are_lent_and_asked_back() -> None:
     assert {slabs.slab_of(frame) for frame in lent if frame not in wanted}.isdisjoint(
         map(slabs.slab_of, wanted)
     )
-    made.l1.hear(TakeBack(lent), 1.0)
+    made.table.take_back(lent)
     assert slabs.free_slabs == slabs.num_slabs
 
 
 def test_frames_that_a_stopped_borrower_keeps_after_its_node_died_are_waited_for_as_long_as_others() -> None:
     made = idle(64)
-    lender = Lender(made.l1, NoLink(), 1.0)  # type: ignore[arg-type]
+    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
     lifeline, borrowers = os.pipe()
     os.set_blocking(lifeline, False)
     lender.came(lifeline)
-    lent = made.l1.hear(LendOut(1, 32), 0.0)
+    lent = made.table.frames.lend(1, 32)
     lender.went()
     lender.expire(100.0)
     assert not made.table.lent_overdue  # nobody waits for them

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from waiting import until
 from worker_kit import PAGE_TOKENS, Client, Result, Slowed, caching, keys, serving, settle, tiny_runner
 
-from kvtier.lab.recordings import opened, summed_up
 from kvtier.tier.pages.page import TierName
 from kvtier.workers.engine import handoff as handover
 from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
@@ -159,33 +157,6 @@ def test_pages_of_given_tokens_are_found_by_their_keys_in_the_tiers_below(
     assert after.usage.prompt_tokens == 40
     assert sum(after.usage.cached_tokens.values()) + after.usage.computed_tokens == 40
     assert told is not None and told.notes[0].tier == "L3"
-
-
-def test_a_resumed_request_is_recorded_without_a_token_and_runs_again(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "w0.kvrec"
-    tokens, params = prompt(40, 33), SamplingParams(max_tokens=60, n=2, temperature=0.8, seed=4)
-    with serving(tiny_runner(tiny_llama, 100)) as client:
-        before = whole(client, tokens, params)
-        client.worker.record(file)
-        resumed, _ = cut_at(before, [33, 7])
-        name = ask(client, tokens, params, resumed=resumed)
-        assert [client.result(name, i).tokens for i in range(2)] == [
-            before[0].tokens[33:],
-            before[1].tokens[7:],
-        ]
-        prefilled = ask(client, prompt(40, 34), params, is_prefill_only=True)
-        assert client.result(prefilled).reason is FinishReason.PREFILLED
-        client.worker.stop_recording()
-
-    summary, verdict = summed_up(file)
-    assert verdict.difference is None and not verdict.is_torn and summary.events["Add"] == 2
-    with opened(file) as reader:
-        data = file.read_bytes() + reader.state()
-    for kind in ("<i4", "<i8"):
-        assert np.array(resumed[0][8:12], kind).tobytes() not in data
-    assert b"".join(map(msgspec.msgpack.encode, resumed[0][8:12])) not in data
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,7 @@ class CacheService:
         recorder = Recorder(NODE, self.node_id, Path(path), max_bytes, lambda note: self._post([Note(note)]))
         try:
             self._ask(lambda: self._begin_recording(recorder), only_looks=False)
+            recorder.wait_begun()
         except BaseException:
             recorder.discard("it did not begin")
             raise
@@ -422,9 +423,7 @@ class CacheService:
         running = self._recorder
         if running is not None and not running.is_over:
             raise RecordingError(f"node {self.node_id} records into {running.path} already: stop that first")
-        recorder.begin(
-            self._coordinator, self.incarnation, about(self._coordinator), self._answer_those_that_look
-        )
+        recorder.begin(self._coordinator, self.incarnation, about(self._coordinator))
         self._recorder = recorder
 
     def _end_recording(self) -> Recorder | None:
@@ -534,14 +533,14 @@ class CacheService:
                 self._handle(item)
 
     def _answer_those_that_look(self) -> None:
-        """Questions are answered while the state is being written, so that the node is known to live; all else waits."""
+        """Questions are answered while L4 is recovered, so that the node is known to live; all else waits."""
         waiting: list[Event | Note | _Call] = []
         for _ in range(len(self._inbox)):
             item = self._inbox.popleft()
             if isinstance(item, _Call) and item.only_looks:
                 try:
                     item.do()
-                except BaseException as error:  # noqa: BLE001  raised again when the state is written
+                except BaseException as error:  # noqa: BLE001  raised again when all is recovered
                     item.fail(error)
                     self._part_died("an answer", error)
             else:

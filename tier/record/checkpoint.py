@@ -30,8 +30,6 @@ State = dict[str, Any]  # an object's attributes
 # May replace attributes of an object on their way into the bytes, of a copy that is its own.
 Edit = Callable[[object, State], State]
 
-PART = 1024  # objects between two pauses: 30 ms
-
 # Not one of them can be changed, or does anything but hold what it is given.
 _CONTAINERS: Mapping[tuple[str, str], object] = {
     (kind.__module__, kind.__name__): kind
@@ -49,12 +47,9 @@ class CheckpointError(ValueError):
     """The state can't be written, or the bytes are no state; the message says why."""
 
 
-def dump(
-    root: object, modules: Collection[str], edit: Edit | None = None, pause: Callable[[], None] | None = None
-) -> bytes:
+def dump(root: object, modules: Collection[str], edit: Edit | None = None) -> bytes:
     """`root` and all that hangs on it, as far as classes of `modules` and containers go.
 
-    `pause` is called now and then: what it does must change nothing of the state.
     Raises CheckpointError naming the first class that is neither, or saying why the whole can't be bytes.
     """
     out = io.BytesIO()
@@ -62,18 +57,16 @@ def dump(
     numbers: list[int] = []
     try:
         with _uncollected():
-            for number, one in enumerate(pickler.entities):  # grows while it is gone through
-                if pause is not None and number % PART == 0:
-                    pause()
+            for one in pickler.entities:  # grows while it is gone through
                 state = _attributes(one)
                 state = state if edit is None else edit(one, state)
                 numbers.append(pickler.number_of(type(one), tuple(state)))
                 pickler.dump(tuple(state.values()))
         return msgspec.msgpack.encode((list(pickler.kinds), numbers, out.getvalue()))
     except MemoryError as error:
-        raise CheckpointError("the state can't be written: it takes more memory than there is") from error
+        raise CheckpointError("it takes more memory than there is") from error
     except (*_UNWRITABLE, pickle.PicklingError) as error:
-        raise CheckpointError(f"the state can't be written: {error}") from error
+        raise CheckpointError(str(error)) from error
 
 
 def load(data: bytes, modules: Collection[str]) -> Any:
@@ -308,14 +301,14 @@ def _view_parts(
     array: npt.NDArray[Any], owner: npt.NDArray[Any]
 ) -> tuple[Any, tuple[int, ...], int, tuple[int, ...]]:
     if not owner.flags.c_contiguous:
-        raise CheckpointError(f"the state can't be written: a part of an array with strides {owner.strides}")
+        raise CheckpointError(f"a part of an array with strides {owner.strides}")
     offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
     return _described(array.dtype), array.shape, offset, array.strides
 
 
 def _described(kind: np.dtype[Any]) -> Any:
     if kind.kind not in _NUMBERS or kind.hasobject:
-        raise CheckpointError(f"the state can't be written: an array of {kind}")
+        raise CheckpointError(f"an array of {kind}")
     return np.lib.format.dtype_to_descr(kind)
 
 

@@ -55,8 +55,7 @@ class Verdict:
 
 def rerun(reader: RecordingReader, machine: Machine, watch: Watch | None = None) -> Verdict:
     """Give the events to the machine in the state it had. Raises RecordingError for a recording that can't be used."""
-    if reader.header.machine != machine.name:
-        raise RecordingError(f"it records a {reader.header.machine}, not a {machine.name}")
+    _check_machine(reader, machine)
     run = _Run(reader, machine, watch)
     difference = next((said for record in reader if (said := run.take(record)) is not None), None)
     return Verdict(
@@ -72,6 +71,7 @@ def rerun(reader: RecordingReader, machine: Machine, watch: Watch | None = None)
 
 def heard(reader: RecordingReader, machine: Machine) -> Iterator[tuple[Any, float]]:
     """The events of a recording, with their moments; the state machine doesn't run. Raises RecordingError."""
+    _check_machine(reader, machine)
     reader.state()
     decoders = _decoders(machine)
     events = 0
@@ -79,6 +79,11 @@ def heard(reader: RecordingReader, machine: Machine) -> Iterator[tuple[Any, floa
         if isinstance(record, Input):
             events += 1
             yield _decoded(record, events, decoders), record.now
+
+
+def _check_machine(reader: RecordingReader, machine: Machine) -> None:
+    if reader.header.machine != machine.name:
+        raise RecordingError(f"it records a {reader.header.machine}, not a {machine.name}")
 
 
 class _Run:

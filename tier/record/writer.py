@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtier import __version__
 from kvtier.tier.record import checkpoint
+from kvtier.tier.record.checkpoint import CheckpointError
 from kvtier.tier.record.format import (
     SUM_EVERY,
     VERSION,
@@ -26,12 +27,13 @@ from kvtier.tier.record.format import (
     RecordingWriter,
     code_digest,
 )
+from kvtier.tier.record.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 DEFAULT_BYTES = 2**30
 MIN_BYTES = 2**20
-MAX_QUEUED = 16_384  # events: what a busy node hears in a fraction of a second
+MAX_QUEUED = 131_072  # events: what a busy node hears while the state of a million pages is written
 FLUSH_S = 0.5  # what a killed node may lose of its recording
 END_BYTES = 4096  # kept free for the last record
 _PENDING_BYTES = 2**16  # that a compressor may hold back, and give out later
@@ -113,7 +115,8 @@ class Recorder:
         self._why = ""
         self._last_counters: object | None = None
         self._is_asked = False  # to end, by its owner
-        self._beginning: tuple[Header, bytes] | None = None
+        self._beginning: tuple[Header, Snapshot] | None = None
+        self._has_begun = threading.Event()  # its state is in the file, or won't be
         self._thread: threading.Thread | None = None
 
     @property
@@ -123,29 +126,24 @@ class Recorder:
 
     # ---- the owner's loop ----------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        state: object,
-        incarnation: str,
-        about: dict[str, Any],
-        pause: Callable[[], None] | None = None,
-    ) -> None:
+    def begin(self, state: object, incarnation: str, about: dict[str, Any]) -> None:
         """Take the state as it is now; all that the owner hears from here on is recorded. Raises RecordingError.
 
-        It takes the loop about 25 us for each page of the node, in which it can hear nothing: `pause`, which must change
-        nothing, is called every few pages.
+        A forked child makes the state into bytes, 25 us for each page of a node; the loop is held for the fork alone.
         """
         alias, machine = self._alias, self._machine
-        try:
-            data = checkpoint.dump(
-                state, machine.modules, lambda one, its: machine.hide_state(one, its, alias), pause
-            )
-        except checkpoint.CheckpointError as error:
-            raise RecordingError(str(error)) from error
         header = Header(
             VERSION, machine.name, self.owner, incarnation, __version__, self._code, time.time(), about
         )
-        self._beginning = header, data
+        try:
+            snapshot = Snapshot(
+                lambda: checkpoint.dump(
+                    state, machine.modules, lambda one, its: machine.hide_state(one, its, alias)
+                )
+            )
+        except OSError as error:
+            raise RecordingError(f"the state can't be written: fork: {error.strerror}") from error
+        self._beginning = header, snapshot
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -177,6 +175,8 @@ class Recorder:
             if not self._why:
                 self._why, self._last_counters, self._is_asked = why, counters, True
             self._changed.notify()
+        if self._beginning is not None:
+            self._beginning[1].abandon()
 
     # ---- any thread ----------------------------------------------------------------------------------------------
 
@@ -187,6 +187,12 @@ class Recorder:
             self._close_file()
         elif self._thread is not threading.current_thread():
             self._thread.join()
+
+    def wait_begun(self) -> None:
+        """Wait until the state that `begin` took is in the file. Raises RecordingError where it won't be."""
+        self._has_begun.wait()
+        if self._beginning is not None:
+            raise RecordingError(f"{self.path} is not recorded: {self._why}")
 
     def discard(self, why: str) -> None:
         """End it, and leave no file: it never began."""
@@ -212,6 +218,8 @@ class Recorder:
             self._end_early(f"{what} the {self._max_bytes} bytes that it may", can_write=True)
         except OSError as error:
             self._end_early(f"its file can't be written: {error.strerror}", can_write=False)
+        except CheckpointError as error:
+            self._end_early(self._why or str(error), can_write=False)
         except Exception as error:  # a bug of ours must not cost the owner more than its recording
             log.exception("a recording failed")
             self._end_early(f"it failed: {error!r}", can_write=False)
@@ -219,8 +227,10 @@ class Recorder:
 
     def _write_all(self) -> None:
         assert self._beginning is not None
-        self._writer.begin(*self._beginning)
-        self._beginning = None  # it may be large
+        header, snapshot = self._beginning
+        self._writer.begin(header, snapshot.take())
+        self._beginning = None
+        self._has_begun.set()
         while (items := self._taken()) is not None:
             for item in items:
                 self._record(item)
@@ -265,6 +275,7 @@ class Recorder:
     def _finish(self) -> None:
         self._seconds = time.monotonic() - self._since
         self._close_file()
+        self._has_begun.set()
         if not self._is_asked:
             self._on_end(f"the recording {self.path} ended after {self._writer.events} events: {self._why}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 import uuid
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -30,8 +28,6 @@ from kvtier.tier.policy.base import PolicySettings, ScoreWeights
 from kvtier.tier.policy.registry import make_policy
 from kvtier.tier.protocol.key_query import HeldKeys
 from kvtier.tier.protocol.messages import Hello, NewRoot, WriteMode
-from kvtier.tier.record.format import RecordingError
-from kvtier.tier.record.writer import DEFAULT_BYTES, Recorder, RecordingStatus
 from kvtier.tier.stats import Snapshot, TierCounters
 from kvtier.tier.stores.base import Outcome, PageInfo
 from kvtier.workers.engine.handoff import Handovers
@@ -74,20 +70,6 @@ from kvtier.workers.requests.sequence import Request, Sequence, SequenceState
 from kvtier.workers.requests.sessions import Turns
 from kvtier.workers.runner.runner import GroupPages, ModelRunner, SequenceRows, StepBatch
 from kvtier.workers.runner.step_timer import step_timer
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import (
-    Add,
-    Computed,
-    Finish,
-    Fork,
-    Leaving,
-    Measured,
-    Retenant,
-    Sampled,
-    Schedule,
-    Siblings,
-)
-from kvtier.workers.scheduling.recorded import about, hiding_machine
 from kvtier.workers.scheduling.scheduler import PREEMPTION, Row, Scheduler
 
 log = logging.getLogger(__name__)
@@ -207,16 +189,16 @@ class DecodeWorker:
             ),
             {tenant_digest(name): share for name, share in shares.items()},
         )
+        # Some configs name ids that the model has no logits for: none of them can ever come.
+        self._eos_ids = tuple(token for token in runner.eos_ids if 0 <= token < runner.vocab_size)
         self._scheduler = Scheduler(
             self._table,
             max_batch_tokens=max_batch_tokens,
             max_sequences=min(max_sequences, max_batch_tokens),
             load_deadline_s=load_deadline_ms / 1e3,
             weights=preemption,
+            eos_ids=self._eos_ids,
         )
-        # Some configs name ids that the model has no logits for: none of them can ever come.
-        self._eos_ids = tuple(token for token in runner.eos_ids if 0 <= token < runner.vocab_size)
-        self._l1 = L1(self._table, self._scheduler, self._eos_ids)
         stock = max(16, 2 * -(-max_batch_tokens // runner.page_tokens))
         if write == "demote":
             largest = max(spec.nbytes for spec in specs)
@@ -249,7 +231,7 @@ class DecodeWorker:
         self._ops = ArenaOps(frames, runner)
         self._copier = Copier(copies, copy_threads, lambda job: self._inbox.put(_Copied(job)))
         self._pager = Pager(
-            l1=self._l1,
+            scheduler=self._scheduler,
             link=self._link,
             copier=self._copier,
             ops=self._ops,
@@ -257,7 +239,7 @@ class DecodeWorker:
             groups=runner.groups,
             l4_format=runner.l4_format,
             memory=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
-            lender=Lender(self._l1, self._link, l2_share),
+            lender=Lender(self._scheduler, self._link, l2_share),
             borrower=Borrower(
                 self._table,
                 self._link,
@@ -268,7 +250,6 @@ class DecodeWorker:
             is_through=write == "through",
             always_load=always_load,
         )
-        self._recorder: Recorder | None = None  # of the latest recording, over or not
         self._on_holds: Callable[[list[PageKey], list[PageKey]], None] | None = None
         self._part_pages = max(1, min(PART_PAGES, PART_BYTES // max(spec.nbytes for spec in specs)))
         self._incarnation = hello.incarnation
@@ -278,7 +259,7 @@ class DecodeWorker:
         self._level1 = Level1(
             worker_id=worker_id,
             roots=self._roots,
-            l1=self._l1,
+            table=self._table,
             pager=self._pager,
             groups=runner.groups,
             raw_format=runner.raw_format,
@@ -470,28 +451,6 @@ class DecodeWorker:
         """
         self._call(lambda: self._follow(on_holds))
 
-    def record(self, path: str | Path, max_bytes: int = DEFAULT_BYTES) -> RecordingStatus:
-        """Write all that L1 hears from now on into a new file, of at most `max_bytes`.
-
-        Raises RecordingError. See Recorder for how it ends.
-        """
-        machine = hiding_machine(secrets.token_bytes(32))
-        recorder = Recorder(machine, self.worker_id, Path(path), max_bytes, log.warning)
-        try:
-            self._call(lambda: self._begin_recording(recorder))
-        except BaseException:
-            recorder.discard("it did not begin")
-            raise
-        return recorder.status()
-
-    def stop_recording(self) -> RecordingStatus | None:
-        """End the recording; how the latest one went, None when there was none."""
-        recorder = self._call(self._end_recording)
-        if recorder is None:
-            return None
-        recorder.close("it was stopped")
-        return recorder.status()
-
     def idle(self) -> bool:
         """No request, no copy, nothing left to save."""
         return self._call(self._is_idle)
@@ -570,7 +529,7 @@ class DecodeWorker:
             self._waiting = 0
             return False
         now = time.monotonic()
-        step = self._l1.hear(Schedule(self._link.is_up, self._link.stock()), now)
+        step = scheduler.schedule(now, can_load=self._link.is_up, free_slots=self._link.stock())
         self._waiting = len(scheduler.waiting)
         # Before anything else may read or write the frames that these name.
         self._ops.run(step.ops)
@@ -610,13 +569,13 @@ class DecodeWorker:
 
     def _rows(self, now: float) -> tuple[list[Row], StepBatch | None]:
         """The step's rows, and the batch of them; rows that raise end with their requests, and the others stay."""
-        while rows := list(self._l1.rows):
+        while rows := list(self._scheduler.rows):
             try:
                 return rows, self._batch(rows)
             except Exception:
                 for row in rows:
                     self._try_alone(row, now)
-                if len(self._l1.rows) == len(rows):
+                if len(self._scheduler.rows) == len(rows):
                     raise  # none of them did it
         return [], None
 
@@ -643,7 +602,7 @@ class DecodeWorker:
             self._timer.end([(_attended(row), row.length) for row in rows])
         now = time.monotonic()
         self._measure(now)
-        to_save = converted + self._l1.hear(Computed(), now)
+        to_save = converted + self._scheduler.computed(now)
         sampled = [row.seq for row in rows if row.samples]
         if len(logits) > len(sampled):
             logits, sampled = self._tell_prompts(rows, sampled, logits, now)
@@ -685,7 +644,7 @@ class DecodeWorker:
         for rows, seconds in measured:
             self._costs.measure(rows, seconds)
         if measured:
-            self._l1.hear(Measured(self._costs.costs), now)
+            self._table.policy.costs = self._costs.costs
 
     # Sampling and outputs
 
@@ -724,32 +683,31 @@ class DecodeWorker:
         tokens, logprobs = drawn.tokens, drawn.logprobs
         for seq in seqs:
             if seq.state is SequenceState.WAITING:
-                self._ops.run(self._l1.hear(Fork(seq.number), now))
+                self._ops.run(self._scheduler.fork(seq.request.sequences[0], seq, now))
                 if seq.state is SequenceState.WAITING:
                     self._sampler.forget(seq)
         firsts = self._append(seqs, tokens, now)
         for i, seq in enumerate(seqs):
             if i in drawn.faults and seq.state is not SequenceState.FINISHED:
                 self._end_faulty(seq.request, "sampling", drawn.faults[i], now)
-            self._take(seq, tokens[i], logprobs[i] if logprobs else None, now, is_first=seq.number in firsts)
+            self._take(seq, tokens[i], logprobs[i] if logprobs else None, now, is_first=seq in firsts)
 
-    def _append(self, seqs: list[Sequence], tokens: list[int | None], now: float) -> list[int]:
+    def _append(self, seqs: list[Sequence], tokens: list[int | None], now: float) -> list[Sequence]:
         """Give each sequence its token, but for those that a sibling before them takes along: it has none.
 
-        The numbers of those whose token is their request's first.
+        Those whose token is their request's first.
         """
         sampled = [token for token in tokens if token is not None]
         if len(sampled) < len(seqs):
             seqs, sampled = _before_their_ends(seqs, tokens)
-        return self._l1.hear(Sampled([seq.number for seq in seqs], sampled), now)
+        return self._scheduler.sampled(seqs, sampled, now)
 
     def _siblings(self, seq: Sequence, now: float) -> list[Sequence]:
         """The other sequences of a request whose prompt has just been computed; made now."""
         request = seq.request
         if request.usage is not None or request.spec.sampling.n == 1 or request.spec.is_resumed:
             return []
-        last = seq.number + request.spec.sampling.n - 1
-        return self._l1.hear(Siblings(seq.number, last, self._longest(request.spec)), now)
+        return self._scheduler.siblings(seq, self._longest(request.spec))
 
     def _take(
         self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, now: float, *, is_first: bool
@@ -838,11 +796,16 @@ class DecodeWorker:
             self._clear(tenant, number)
         tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
         turn = self._turns.count(spec.session, spec.turn, closed=spec.session_closed)
-        added = Add(
-            self._next_number, spec, tenancy, event.submitted_s, event.wall_s, turn, self._longest(spec)
+        self._requests[spec.request_id] = self._scheduler.submit(
+            spec,
+            self._next_number,
+            tenancy,
+            self._longest(spec),
+            submitted_s=event.submitted_s,
+            wall_s=event.wall_s,
+            turn=turn,
         )
         self._next_number += spec.sampling.n
-        self._requests[spec.request_id] = self._l1.hear(added, time.monotonic())
 
     def _longest(self, spec: EngineRequest) -> int:
         return self._roots.longest(self._kind(spec))
@@ -880,7 +843,7 @@ class DecodeWorker:
 
     def _hand_over(self, seq: Sequence, now: float) -> None:
         """A sequence has given the one token that it was to give here: its last word comes when its pages are saved."""
-        _, keys = self._l1.hear(Leaving(seq.number, seq.kind(FinishReason.PREFILLED)), now)
+        _, keys = self._scheduler.use_of(seq, seq.kind(FinishReason.PREFILLED))
         self._handovers.begin(seq.request, seq.index, (key for chain in keys for key in chain), now)
         self._retire(seq, FinishReason.PREFILLED, now)
 
@@ -939,7 +902,7 @@ class DecodeWorker:
             self._pager.finished(seq, kind, now)
         self._pager.forget(seq)
         self._sampler.forget(seq)
-        self._l1.hear(Finish(seq.number, reason, kind), now)
+        self._scheduler.finish(seq, now, reason, kind)
         request = seq.request
         request.unfinished -= 1
         if not request.unfinished:
@@ -975,8 +938,6 @@ class DecodeWorker:
         self._link.close()
         if self._share is not None:
             self._share.close()
-        if self._recorder is not None:
-            self._recorder.close("the worker stopped" if self._error is None else "the worker failed")
         for event in self._inbox.take(0):
             match event:
                 case _Call():
@@ -1003,22 +964,6 @@ class DecodeWorker:
                 f"worker {self.worker_id} is {self._inbox.capacity} calls behind: try again later"
             )
         return result.result(timeout=ADMIN_TIMEOUT_S)
-
-    def _begin_recording(self, recorder: Recorder) -> None:
-        running = self._recorder
-        if running is not None and not running.is_over:
-            raise RecordingError(
-                f"worker {self.worker_id} records into {running.path} already: stop that first"
-            )
-        recorder.begin(self._l1, self._incarnation, about(self._l1))
-        self._l1.tap(recorder)
-        self._recorder = recorder
-
-    def _end_recording(self) -> Recorder | None:
-        if self._recorder is not None:
-            self._recorder.end("it was stopped", self._l1.counters())
-            self._l1.tap(None)
-        return self._recorder
 
     def _follow(self, on_holds: Callable[[list[PageKey], list[PageKey]], None] | None) -> None:
         self._on_holds = on_holds
@@ -1047,11 +992,8 @@ class DecodeWorker:
     def _clear(self, tenant: str | None, number: int = 0) -> Outcomes:
         requests = self._requests.values()
         outcomes = self._level1.clear(tenant, [request.tenancy for request in requests], number)
-        now = time.monotonic()
         for request in requests:
-            number = next(seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED)
-            tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
-            self._l1.hear(Retenant(number, tenancy), now)
+            request.tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
         return outcomes
 
     def _is_idle(self) -> bool:

@@ -15,9 +15,8 @@ from kvtier.workers.models.formats import LayerGroup
 from kvtier.workers.node_io.namespaces import Roots
 from kvtier.workers.node_io.pager import Pager
 from kvtier.workers.paging.frames import PageRecord
+from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.sequence import Tenancy
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import ClearTree, Pin, Remove, Unpin
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class Level1:
         *,
         worker_id: str,
         roots: Roots,
-        l1: L1,
+        table: PageTable,
         pager: Pager,
         groups: tuple[LayerGroup, ...],
         raw_format: PageFormat,
@@ -40,8 +39,7 @@ class Level1:
     ) -> None:
         self._worker_id = worker_id
         self._roots = roots
-        self._l1 = l1
-        self._table = l1.table  # to be read; what changes it is an event of L1
+        self._table = table
         self._pager = pager
         self._nbytes = [{format: spec.nbytes for format, spec in g.specs.items()} for g in groups]
         self._raw_nbytes = [replace(next(iter(g.specs.values())), format=raw_format).nbytes for g in groups]
@@ -122,15 +120,14 @@ class Level1:
     def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages, and those before them. REJECTED past the bound."""
         outcomes = {None: Outcome.MISSING, True: Outcome.ACCEPTED, False: Outcome.REJECTED}
-        now = self._clock()
-        return [(key, outcomes[self._l1.hear(Pin(PageKey(key)), now)]) for key in keys]
+        return [(key, outcomes[self._table.pin(PageKey(key))]) for key in keys]
 
     def unpin(self, keys: list[bytes]) -> Outcomes:
         """Undo `pin`."""
         found: Outcomes = []
         for key in keys:
             is_here = self._table.has(PageKey(key))
-            self._l1.hear(Unpin(PageKey(key)), self._clock())
+            self._table.unpin(PageKey(key), self._clock())
             found.append((key, Outcome.ACCEPTED if is_here else Outcome.MISSING))
         return found
 
@@ -153,7 +150,7 @@ class Level1:
     def _evict(self, key: PageKey) -> Outcome:
         if self._table.is_pinned(key):
             return Outcome.REJECTED
-        waits = self._l1.hear(Remove(key), self._clock()) is False
+        waits = self._table.remove(key, self._clock()) is False
         return Outcome.DEFERRED if waits else Outcome.ACCEPTED
 
     def drop(self, keys: list[bytes]) -> Outcomes:
@@ -161,7 +158,7 @@ class Level1:
         return [(key, self._drop(PageKey(key))) for key in keys]
 
     def _drop(self, key: PageKey) -> Outcome:
-        self._l1.hear(Unpin(key), self._clock())
+        self._table.unpin(key, self._clock())
         # Not DEFERRED: what waits for its users to end would be evicted then by its key, which a page that is computed
         # anew after the clear has too.
         is_in_use = any(self._table.is_held(record) for record in self._table.records_of(key))
@@ -179,7 +176,7 @@ class Level1:
             trees = {record.tree for record in records}
             trees |= {tenancy.tree for tenancy in in_use if tenancy.digest == digest}
             for tree in trees:
-                self._l1.hear(ClearTree(tree), self._clock())
+                self._table.clear(tree, self._clock())
             left = {record.key for record, _ in self._table.cached() if record.tenant == digest}
             for key in dict.fromkeys(record.key for record in records):
                 outcomes.append((key, Outcome.DEFERRED if key in left else Outcome.ACCEPTED))
@@ -207,6 +204,6 @@ class Level1:
             return Outcome.ACCEPTED
         log.error("page %s in L1 is not what was sealed; it is dropped", key.hex()[:16])
         self._pager.counters.corrupt_pages += 1
-        self._l1.hear(Unpin(key), self._clock())
-        waits = self._l1.hear(Remove(key), self._clock()) is False
+        self._table.unpin(key, self._clock())
+        waits = self._table.remove(key, self._clock()) is False
         return Outcome.DEFERRED if waits else Outcome.MISSING

@@ -72,30 +72,7 @@ from kvtier.workers.paging.copier import (
 )
 from kvtier.workers.paging.frames import Convert, PageRecord, SaveState
 from kvtier.workers.requests.sequence import Load, LoadChain, Sequence, SequenceState
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import (
-    Arrive,
-    Borrow,
-    Cut,
-    EndCopies,
-    Found,
-    GiveUp,
-    LeasesOver,
-    Leaving,
-    LoadOver,
-    NodeCame,
-    NodeWent,
-    Place,
-    PreemptedSaved,
-    SaveAnew,
-    Saved,
-    SetAside,
-    StartCopy,
-    StartSave,
-    TakeDue,
-    TakeOps,
-)
-from kvtier.workers.scheduling.scheduler import DemotedPage, Demotion
+from kvtier.workers.scheduling.scheduler import DemotedPage, Demotion, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +95,7 @@ class Pager:
     def __init__(
         self,
         *,
-        l1: L1,
+        scheduler: Scheduler,
         link: NodeLink,
         copier: Copier,
         ops: ArenaOps,
@@ -135,11 +112,11 @@ class Pager:
 
         Full pages are saved at once (`is_through`), or shortly before they must leave.
         """
-        self.counters = TierCounters(capacity_bytes=l1.table.capacity_bytes)
+        self.counters = TierCounters(capacity_bytes=scheduler.table.capacity_bytes)
         self.made_variants = 0
         self.clears = Clears()  # that L1 has been cleared by; what is said to the node goes by them
-        self._l1 = l1
-        self._table = l1.table  # to be read; what changes it is an event of L1
+        self._scheduler = scheduler
+        self._table = scheduler.table
         self._link = link
         self._copier = copier
         self._ops = ops
@@ -234,7 +211,7 @@ class Pager:
     def _busy_s(self, seq: Sequence) -> float:
         """Until what older sequences have to compute of their prompts is done."""
         costs, page_tokens = self._table.policy.costs, self._table.page_tokens
-        older = (other for other in self._l1.scheduler.active if other.number < seq.number)
+        older = (other for other in self._scheduler.active if other.number < seq.number)
         left = ((other.computed, other.length) for other in older if other.state is SequenceState.RUNNING)
         return sum(
             (end - start) / page_tokens * costs.recompute_s(0.5 * (start + end) / page_tokens)
@@ -247,7 +224,7 @@ class Pager:
         request = seq.request
         if not (self._link.is_up and request.spec.use_cache and seq.is_last) or request.admitted_s is None:
             return
-        use, keys = self._l1.hear(Leaving(seq.number, kind), now)
+        use, keys = self._scheduler.use_of(seq, kind)
         if not use.pages or sum(map(len, keys)) > MOST_KEYS:
             return
         costs = self._table.policy.costs
@@ -306,7 +283,7 @@ class Pager:
                 unsaved.append((key, variant))
                 continue
             if record.save is SaveState.CLEAN:
-                self._l1.hear(SaveAnew(record.frame), now)
+                record.save = SaveState.DIRTY
             if record.save is SaveState.DIRTY:
                 self._to_save(record)
         if unsaved:
@@ -316,7 +293,7 @@ class Pager:
     def flush(self, now: float) -> None:
         """Start saving as many unsaved pages as there are slots for, the oldest first."""
         self._run_ops(now)  # what is saved must lie where it is said to lie
-        for record in self._l1.hear(TakeDue(), now) if self._table.has_due else ():
+        for record in self._table.take_due() if self._table.has_due else ():
             if self._is_through or record.leaves:
                 self._to_save(record)
         if self._table.can_save and self._table.is_margin_short:
@@ -327,7 +304,7 @@ class Pager:
                 record, _ = unsaved.popitem(last=False)
                 if not self._table.is_cached(record) or record.save is not SaveState.DIRTY:
                     continue  # evicted meanwhile, or saved by a preemption
-                self._l1.hear(StartSave(record.frame), now)
+                self._table.start_save(record)
                 pages.append(self._save_page(record, record.frame, self._spec(record), record.made_from))
         pages += self._make_variants(now)
         self._put_saves(
@@ -345,7 +322,7 @@ class Pager:
         """Choose what leaves next, where it is to be saved for that, or peers have room for it."""
         if self._is_through and not self._borrower.has_stock:
             return
-        chosen = self._l1.hear(SetAside(), now)
+        chosen = self._table.set_aside(now)
         self._borrower.choose(chosen)
         for record in chosen if not self._is_through else ():
             if record.save is SaveState.DIRTY:
@@ -357,7 +334,7 @@ class Pager:
             for page in job.pages:
                 if isinstance(page, PeerSave):
                     page.cleared = self.clears.of(page.record.tenant)
-                self._l1.hear(StartCopy(page.frame), now)
+                self._table.start_copy(page.frame)
         self._copies += len(jobs)
         if jobs:
             self._copier.put(jobs)
@@ -457,7 +434,8 @@ class Pager:
     def on_copied(self, job: Job, now: float) -> None:
         """A copy job is over."""
         self._copies -= 1
-        self._l1.hear(EndCopies([page.frame for page in job.pages]), now)
+        for page in job.pages:
+            self._table.end_copy(page.frame)
         if isinstance(job, LoadJob):
             self._borrower.loaded(job)
             self._on_loaded(job, now)
@@ -479,7 +457,7 @@ class Pager:
             here: list[HostPage | PeerPage] = [*message.peer, *message.host]
             refs = [page.page for page in here] + message.loading
             self._leased[message.request_id] = set(refs)
-            self._l1.hear(Found(seq.number, message.pages, refs, message.missing), now)
+            seq.load.locate(message.pages, refs, message.missing)
             self._copy_up(seq, here, now)
             self._finish_if_complete(seq, now)
         elif isinstance(message, Loaded):
@@ -493,7 +471,7 @@ class Pager:
             seq = self._loads.get(message.request_id)
             if seq is None or seq.load is None:
                 return
-            self._l1.hear(Cut(seq.number, message.missing), now)
+            seq.load.cut(message.missing.page, message.missing)
             self._finish_if_complete(seq, now)
         else:
             self._hear_of_peers(message, now)
@@ -520,14 +498,14 @@ class Pager:
                 continue
             if isinstance(page, PeerPage) and self._borrower.arena(page.grant.lender) is None:
                 why = "it is in the memory of a peer that is gone"
-                self._l1.hear(Cut(seq.number, Missing(page.page[1], "load_failed", why)), now)
+                load.cut(page.page[1], Missing(page.page[1], "load_failed", why))
                 continue
             spec = self._specs.get(page.spec_digest)
             if spec is None or spec.format != page.variant:
                 why = f"it is stored as {page.variant}, in a shape that this worker doesn't have"
-                self._l1.hear(Cut(seq.number, Missing(page.page[1], "variant", why)), now)
+                load.cut(page.page[1], Missing(page.page[1], "variant", why))
                 continue
-            frame = self._l1.hear(Place(seq.number, page.page, spec.format), now)
+            frame = self._table.place(seq, page.page, spec.format, now)
             if frame is not None:
                 placed.append((page, spec, frame))
         self._run_ops(now)  # what lay in these frames may have to be moved out first
@@ -586,11 +564,11 @@ class Pager:
             why = job.bad.get(page.ref)
             if why is None:
                 nbytes += page.spec.nbytes
-                self._l1.hear(Arrive(seq.number, page.ref, page.came_from), now)
+                self._table.arrive(seq, page.ref, page.came_from, now)
                 self._describe(page)
                 continue
             corrupt.append(page.ref)
-            self._l1.hear(Cut(seq.number, Missing(page.ref[1], "corrupt", why)), now)
+            load.cut(page.ref[1], Missing(page.ref[1], "corrupt", why))
             log.warning("load of %s: page %d is not taken: %s", job.lease, page.ref[1], why)
         self.counters.bytes_in += nbytes
         self._leased[job.lease].difference_update(done)
@@ -606,7 +584,8 @@ class Pager:
                 record.checksum = page.checksum
 
     def _give_up(self, seq: Sequence, reason: str, detail: str, now: float) -> None:
-        self._l1.hear(GiveUp(seq.number, reason, detail), now)
+        assert seq.load is not None
+        seq.load.give_up(reason, detail)
         self._finish_if_complete(seq, now)
 
     def _finish_if_complete(self, seq: Sequence, now: float) -> None:
@@ -621,7 +600,7 @@ class Pager:
         request = seq.request
         if request.first_token_s is None:
             request.load_s += now - load.started_s
-        pages = self._l1.hear(LoadOver(seq.number), now)
+        pages = self._scheduler.loaded(seq, now)
         if load.missing is not None:
             request.missed(pages * self._table.page_tokens, load.missing.reason, load.missing.detail)
         if load.came:
@@ -669,10 +648,10 @@ class Pager:
             if not self._link.free_slots(spec.nbytes):
                 break
             sources.append(record.frame)
-            self._l1.hear(StartCopy(record.frame), now)  # it stays what and where it is until it is converted
-            frame = self._l1.hear(Borrow(record.group, spec.format), now)
+            self._table.start_copy(record.frame)  # it stays what and where it is until it is converted
+            frame = self._table.borrow(record.group, spec.format, now)
             if frame is None:
-                if not (self._copies or self._l1.scheduler.active or self._table.lent_bytes):
+                if not (self._copies or self._scheduler.active or self._table.lent_bytes):
                     self._unmade.clear()  # L1 is too small for one page more, and nothing will change that
                 break
             del self._unmade[record]
@@ -687,7 +666,8 @@ class Pager:
         self._ops.run([*by_kind.values()])
         self.made_variants += len(pages)
         if sources:
-            self._l1.hear(EndCopies(sources), now)
+            for source in sources:
+                self._table.end_copy(source)
         return pages
 
     def _variant_of(self, record: PageRecord) -> PageSpec:
@@ -763,7 +743,9 @@ class Pager:
             if not is_held:
                 hold_for = None
             if seq.state is not SequenceState.FINISHED:
-                self._l1.hear(PreemptedSaved(seq.number, is_held), now)
+                seq.copies = 0
+                if not is_held:
+                    seq.lease = None
         if stored:
             pages = [_stored_page(page, self.clears.of(page.tenant)) for page in stored]
             self._link.send(Stored(pages, hold_for))
@@ -771,12 +753,12 @@ class Pager:
 
     def _is_still_cached(self, record: PageRecord, is_written: bool, now: float) -> bool:
         """A save of the page is over; it may have stayed only for that, or have left meanwhile."""
-        return self._table.is_cached(record) and self._l1.hear(Saved(record.frame, is_written), now)
+        return self._table.is_cached(record) and self._table.saved(record, is_written, now)
 
     def _run_ops(self, now: float) -> None:
         """Do to frames what is queued, before anything else touches them."""
         if self._table.has_ops:
-            self._ops.run(self._l1.hear(TakeOps(), now))
+            self._ops.run(self._table.take_ops())
 
     def _spec(self, record: PageRecord) -> PageSpec:
         return self._groups[record.group].specs[record.format]
@@ -793,7 +775,7 @@ class Pager:
         """A node came (back): it may be a new one, so it hears of all roots, and gets every cached page as slots come."""
         for fields in self._roots.fields():
             self._link.send(NewRoot(fields))
-        self._l1.hear(NodeCame(any(map(self._link.can_save, self._unsaved))), now)
+        self._table.node_came(can_save=any(map(self._link.can_save, self._unsaved)))
         self._run_ops(now)
         for record, _ in self._table.cached():
             if self._is_through or record.leaves:
@@ -808,13 +790,12 @@ class Pager:
         self._borrower.lost()
         self._lender.went()
         log.warning("the cache node went away; going on with L1 alone")
-        self._l1.hear(NodeWent(), now)
+        self._table.can_save = False
         for seq in list(self._loads.values()):
             self._give_up(seq, "load_failed", "the cache node went away", now)
-        waiting = self._l1.scheduler.waiting
-        void = [seq.number for seq in waiting if seq.lease is not None and seq.lease not in self._holding]
-        if void:
-            self._l1.hear(LeasesOver(void), now)
+        for seq in self._scheduler.waiting:
+            if seq.lease not in self._holding:
+                seq.lease = None
 
 
 def _chain(chain: LoadChain, group: LayerGroup) -> Chain:

@@ -17,8 +17,6 @@ from kvtier.tier.protocol.messages import Lend, LentFrame, Reclaim
 from kvtier.workers.node_io.node_link import NodeLink
 from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.sequence import Sequence, SequenceState
-from kvtier.workers.scheduling.l1 import L1
-from kvtier.workers.scheduling.l1_events import LendOut, LentOverdue, TakeBack
 from kvtier.workers.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -104,9 +102,9 @@ class Lender:
     At most `share` of L1 is lent; 0.0: nothing is, ever.
     """
 
-    def __init__(self, l1: L1, link: NodeLink, share: float) -> None:
-        self._l1 = l1
-        self._table = l1.table  # to be read; what changes it is an event of L1
+    def __init__(self, scheduler: Scheduler, link: NodeLink, share: float) -> None:
+        self._scheduler = scheduler
+        self._table = scheduler.table
         self._link = link
         self._share = share
         self._lifeline: int | None = None  # of this connection, where the node knows the arena
@@ -155,7 +153,7 @@ class Lender:
         frames = [offset // unit_bytes for offset in offsets]
         for frame in frames:
             self._asked.pop(frame, None)
-        self._l1.hear(TakeBack(frames), now)
+        self._table.take_back(frames)
 
     def balance(self, now: float) -> None:
         """Lend what is idle, ask for what is needed. After a step, which says what that is."""
@@ -164,7 +162,7 @@ class Lender:
         lent = self._table.frames.lent
         if not lent and not self._has_free():
             return
-        missing = self._l1.scheduler.needed_soon()
+        missing = self._scheduler.needed_soon()
         if lent:
             coming = {**self._asked, **dict.fromkeys(f for _, frames in self._orphans for f in frames)}
             self._ask(to_take_back(self._table, missing, coming), now)
@@ -173,7 +171,7 @@ class Lender:
         for _ in self._table.frames.slabs.sizes:
             size, count = to_lend(self._table, missing, self._share)
             if count:
-                self._lend(self._l1.hear(LendOut(size, count), now), size)
+                self._lend(self._table.frames.lend(size, count), size)
 
     def _has_free(self) -> bool:
         table = self._table
@@ -198,7 +196,7 @@ class Lender:
         if since is not None and now - since >= PATIENCE_S and not self._table.lent_overdue:
             late = len(self._asked) + sum(len(frames) for _, frames in self._orphans)
             log.warning("%d frames lent to peers don't come back; going on without", late)
-            self._l1.hear(LentOverdue(), now)
+            self._table.lent_overdue = True
 
     def given_up(self, now: float) -> Sequence | None:
         """A sequence that has waited long enough for frames that don't come back: its request is to end here.
@@ -207,7 +205,7 @@ class Lender:
         """
         if self._starved is None and not self._table.lent_overdue:
             return None
-        seq = starved(self._l1.scheduler)
+        seq = starved(self._scheduler)
         if seq is None:
             self._starved = None
         elif self._starved is None or self._starved[:2] != (seq, seq.computed):
@@ -231,7 +229,7 @@ class Lender:
         for lifeline, frames in self._orphans:
             if _is_closed(lifeline):
                 os.close(lifeline)
-                self._l1.hear(TakeBack(frames), now)
+                self._table.take_back(frames)
             else:
                 left.append((lifeline, frames))
         self._orphans = left

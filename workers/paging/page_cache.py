@@ -6,7 +6,7 @@ Pages of plain sequences lie in radix trees, those of all others in a pool. Pure
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 
@@ -70,8 +70,6 @@ class PageCache:
         self.margin_bytes = 0
         self.save_loaded = SaveState.CLEAN
         self.due: list[PageRecord] = []  # since they were asked for last
-        # Pages that have left since somebody took them out; None: nobody does.
-        self.left: list[PageKey] | None = None
         # Keys of pages that came or left since they were taken out (`take_changes`); None: nobody does.
         self.touched: dict[PageKey, None] | None = None
         self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
@@ -245,6 +243,11 @@ class PageCache:
             pages[self._in_trees[1]] += self.index.evictable_pages
         return pages
 
+    def take_back(self, frames: Iterable[int]) -> None:
+        """These frames were lent, and are no longer read or written by peers."""
+        self.frames.take_back(frames)
+        self.lent_overdue = False
+
     def borrow(self, group: int, format: PageFormat, now: float) -> int | None:
         """A frame that is nobody's, with a copy into it started: it is free again when that ends."""
         taken = self.take(group, format, 1, now)
@@ -283,6 +286,11 @@ class PageCache:
             records = [record for record in records if self.frames.holders_of(record.frame) == 1]
         self.pool.release(records, use, now)
         self.pool.begin(shared, now)
+
+    def start_save(self, record: PageRecord) -> None:
+        """The page is being copied down from here on."""
+        record.save = SaveState.SAVING
+        self.start_copy(record.frame)
 
     def saved(self, record: PageRecord, is_written: bool, now: float) -> bool:
         """A save of the page is over. Whether the page is still cached: it may have stayed only to be saved."""
@@ -389,8 +397,9 @@ class PageCache:
                 chosen += records
         return chosen
 
-    def unsaved(self) -> None:
-        """No page has a copy below any more: what is to leave next is chosen anew, so that it is saved."""
+    def node_came(self, *, can_save: bool) -> None:
+        """No page has a copy below any more: what is to leave next is chosen again, so that it is saved if it can be."""
+        self.can_save = can_save
         for record, _ in self.cached():
             if record.save is SaveState.CLEAN:
                 record.save = SaveState.DIRTY
@@ -466,8 +475,6 @@ class PageCache:
             record = self.frames.records[frame]
             self._ranks.of(record.tenant).used_bytes -= record.nbytes
             self._touch(record.key)
-            if self.left is not None:
-                self.left.append(record.key)
         self.frames.uncache(frames)
         self.evicted_pages += len(frames)
 
@@ -481,8 +488,6 @@ class PageCache:
             self.ghosts.bury(record.key, ghost)
         self._ranks.of(record.tenant).used_bytes -= record.nbytes
         self._touch(record.key)
-        if self.left is not None:
-            self.left.append(record.key)
         self.frames.uncache([record.frame])
         self.evicted_pages += 1
 

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tier.l1.prefix import Path
-from kvtier.tier.pages.identity import TokenIds
+from kvtier.tier.pages.identity import TokenIds, content_digest, page_keys
 from kvtier.tier.pages.page import PageFormat, PageKey, RootKey, TierName
 from kvtier.tier.pages.recipe import ChainNeeds
 from kvtier.tier.policy.base import Kind, Use
 from kvtier.tier.protocol.messages import Missing, PageRef
 from kvtier.workers.requests.api import EngineRequest, FinishReason, PageNote, Timings, Usage
-from kvtier.workers.requests.key_maker import KeyMaker
 
 Frames = npt.NDArray[np.int32]  # [pages]
 Formats = npt.NDArray[np.uint8]  # [pages], codes of kernels' Format
@@ -446,7 +445,6 @@ class Sequence:
         "head_tokens",
         "index",
         "is_plain",
-        "key_maker",
         "last_token_s",
         "lease",
         "length",
@@ -472,13 +470,11 @@ class Sequence:
         page_tokens: int,
         eos_ids: tuple[int, ...],
         max_context: int,
-        key_maker: KeyMaker | None = None,
     ) -> None:
         sampling = request.spec.sampling
         tenancy = request.tenancy
         self.max_length = min(request.prompt_tokens + sampling.max_tokens, max_context)
         self.request = request
-        self.key_maker = key_maker or KeyMaker()
         self.index = index
         self.number = request.number + index  # order of arrival: lower is older
         self.state = SequenceState.WAITING
@@ -637,17 +633,17 @@ class Sequence:
         tail = self.tokens[full * page_tokens : tokens]
         assert 0 < len(tail) < page_tokens
         salt = self.request.tenancy.salt
-        (key,) = self.key_maker.keys(parent, salt, tail, page_tokens, include_partial=True)
+        (key,) = page_keys(parent, salt, tail, page_tokens, include_partial=True)
         return key
 
     def keys_under(self, root: RootKey, tokens: int, page_tokens: int) -> list[PageKey]:
         """Keys that its first so many tokens have under another root, a partial page's too."""
         salt = self.request.tenancy.salt
-        return self.key_maker.keys(root, salt, self.tokens[:tokens], page_tokens, include_partial=True)
+        return page_keys(root, salt, self.tokens[:tokens], page_tokens, include_partial=True)
 
     def content(self) -> bytes:
         """What its tokens are recognised by whatever their identity."""
-        return self.key_maker.content(self.request.tenancy.salt, self.tokens[: self.length])
+        return content_digest(self.request.tenancy.salt, self.tokens[: self.length])
 
     def _keys(self, pages: int, page_tokens: int, group: int) -> list[PageKey]:
         keys = self.groups[group].keys
@@ -655,5 +651,5 @@ class Sequence:
         if pages > known:
             parent = keys[-1] if keys else self.groups[group].root
             tokens = self.tokens[known * page_tokens : pages * page_tokens]
-            keys += self.key_maker.keys(parent, self.request.tenancy.salt, tokens, page_tokens)
+            keys += page_keys(parent, self.request.tenancy.salt, tokens, page_tokens)
         return keys

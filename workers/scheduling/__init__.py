@@ -1,1 +1,1 @@
-"""L1 as one state machine: the scheduler, the events that drive it, and its recording."""
+"""Continuous batching: admission, prefill chunks, preemption. The step loop calls it, and it owns the page table."""

@@ -25,9 +25,9 @@ from kvtier.tier.policy.base import Kind, ScoreWeights, Use
 from kvtier.tier.protocol.messages import PageRef
 from kvtier.workers.paging.frames import Op, PageRecord, SaveState
 from kvtier.workers.paging.page_table import PageTable
-from kvtier.workers.requests.api import FinishReason
+from kvtier.workers.requests.api import EngineRequest, FinishReason
 from kvtier.workers.requests.output_length import Expected
-from kvtier.workers.requests.sequence import Load, Sequence, SequenceState
+from kvtier.workers.requests.sequence import Load, Request, Sequence, SequenceState, Tenancy
 
 # Of a running sequence's score, of which the lowest is preempted. recency: more keeps those that made progress last, so
 # a stalled one goes. memory: more (negative) lets those with many pages go, which frees most at once. remaining: more
@@ -102,7 +102,9 @@ class Scheduler:
         max_sequences: int,
         load_deadline_s: float,
         weights: ScoreWeights = PREEMPTION,
+        eos_ids: tuple[int, ...] = (),
     ) -> None:
+        """`eos_ids` end a sequence; see `Step` for what is done of each step."""
         if not 1 <= max_sequences <= max_batch_tokens:
             raise ValueError(
                 f"max_sequences must be from 1 to max_batch_tokens ({max_batch_tokens}), got {max_sequences}"
@@ -112,6 +114,8 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.load_deadline_s = load_deadline_s
         self.weights = weights
+        self.eos_ids = eos_ids
+        self.rows: list[Row] = []  # of the step that is being computed
         self.expected = Expected()
         self.waiting: list[Sequence] = []  # WAITING and PREEMPTED, oldest first
         self.active: list[Sequence] = []  # LOADING and RUNNING, oldest first
@@ -140,6 +144,39 @@ class Scheduler:
             f"tokens at once, {nbytes} bytes; L1 has {table.capacity_bytes}{cut} (tiers.l1.bytes)"
         )
 
+    def submit(
+        self,
+        spec: EngineRequest,
+        number: int,
+        tenancy: Tenancy,
+        longest: int,
+        *,
+        submitted_s: float,
+        wall_s: float,
+        turn: int,
+    ) -> Request:
+        """Queue a request, whose sequences have the numbers from `number` on and at most `longest` tokens.
+
+        Sequences that are resumed begin at once, each with the tokens that it has; else the others follow the first one,
+        see `siblings`.
+        """
+        request = Request(spec, number, tenancy, submitted_s, wall_s, turn)
+        for index in range(spec.sampling.n) if spec.is_resumed else range(1):
+            if index not in spec.ended:
+                self.add(self._new_sequence(request, index, longest))
+        return request
+
+    def siblings(self, seq: Sequence, longest: int) -> list[Sequence]:
+        """The other sequences of a request whose prompt has been computed; `fork` or `add` each."""
+        request = seq.request
+        indices = range(seq.index + 1, request.spec.sampling.n)
+        return [self._new_sequence(request, index, longest) for index in indices]
+
+    def _new_sequence(self, request: Request, index: int, longest: int) -> Sequence:
+        seq = Sequence(request, index, self.table.page_tokens, self.eos_ids, longest)
+        request.sequences.append(seq)
+        return seq
+
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         insort(self.waiting, seq, key=_age)
@@ -159,6 +196,7 @@ class Scheduler:
         self._prefill(step, slots, budget, now)
         step.ops = self.table.take_ops()
         step.converted = self.table.take_converted()
+        self.rows = step.rows
         return step
 
     def _decode(self, step: Step, slots: _Slots, now: float) -> int:
@@ -194,6 +232,21 @@ class Scheduler:
             if seq.tells_prompt:
                 prompt_logits -= fit - seq.computed
 
+    def computed(self, now: float) -> list[PageRecord]:
+        """All rows of the step have been computed. The pages that are newly cached, to be saved."""
+        rows, self.rows = self.rows, []
+        return [record for row in rows for record in self.advance(row, now)]
+
+    def sampled(self, seqs: list[Sequence], tokens: list[int], now: float) -> list[Sequence]:
+        """Each of these sequences has one more token. Those of which it is their request's first."""
+        firsts: list[Sequence] = []
+        for seq, token in zip(seqs, tokens, strict=True):
+            if seq.request.usage is None:
+                seq.request.count_usage()
+                firsts.append(seq)
+            seq.append(token, now)
+        return firsts
+
     def advance(self, row: Row, now: float) -> list[PageRecord]:
         """The row's tokens have been computed: seal what is full, let go what left a window.
 
@@ -228,6 +281,7 @@ class Scheduler:
         """The sequence's load is over, whatever came of it: use what came, run. The pages of its prefix."""
         load = seq.load
         assert load is not None
+        seq.lease = None
         pages = self.table.loaded(seq, now)
         page_tokens = self.table.page_tokens
         for page, tier in enumerate(_tiers(load, pages), start=load.first_page):
@@ -252,8 +306,10 @@ class Scheduler:
         """Take a sequence out, in whatever state it is; its pages go back. A load's lease is the caller's to end.
 
         What its request leaves behind tells the cache when to expect the next use. `kind` is seq.kind(reason) for one
-        who knows it. Nothing is learned of one that goes on at another worker.
+        who knows it. Nothing is learned of one that goes on at another worker. In the middle of a step its rows are out of
+        it: nothing has been computed for them.
         """
+        self.rows = [row for row in self.rows if row.seq is not seq]
         goes_on = reason is FinishReason.PREFILLED
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.expected.learn(seq.request.spec, seq.completion_tokens)
@@ -270,6 +326,18 @@ class Scheduler:
             if keys:
                 self.table.policy.observe(keys, use, now)
         seq.enter(SequenceState.FINISHED)
+
+    def use_of(self, seq: Sequence, kind: Kind) -> tuple[Use, list[list[PageKey]]]:
+        """What a sequence that is about to be over leaves behind: the keys of the pages that it used, by layer group."""
+        page_tokens = self.table.page_tokens
+        use = seq.use(kind, page_tokens)
+        keys = [seq.page_keys(use.pages, page_tokens, group) for group in range(len(seq.groups))]
+        if not seq.is_plain:
+            keys = [
+                [chain[page] for page in pages.held(0, use.pages)]
+                for chain, pages in zip(keys, seq.groups, strict=True)
+            ]
+        return use, keys
 
     @property
     def unfinished(self) -> int:

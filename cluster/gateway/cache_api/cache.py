@@ -292,43 +292,48 @@ class CacheVerbs:
         return await _of_all(await self._ask(lambda port: port.verify_all(), limit_s=WORK_S))
 
     async def record(self, message: cache_pb2.RecordRequest) -> cache_pb2.RecordReply:
-        """Have nodes and workers record what they hear. Where one can't, those that began end again."""
+        """Have nodes record what they hear. Where one can't, those that began end again."""
         path, max_bytes = gateway_record.checked(message)
-        owners = self._recording_owners(message)
+        nodes = self._recording_nodes(message)
 
-        async def begin(port: OwnerPort) -> RecordingStatus | str:
+        async def begin(node: Node) -> RecordingStatus | str:
             try:
-                return await port.record(path, max_bytes, len(owners) == 1)
+                return await node.port.record(path, max_bytes, len(nodes) == 1)
             except RecordingError as error:
                 return str(error)
 
-        answers = await self._ask(begin, owners, WORK_S)
-        begun = {owner: answer for owner, answer in answers if not isinstance(answer, str)}
-        if refusals := [f"{owner}: {answer}" for owner, answer in answers if isinstance(answer, str)]:
-            began = [owner for owner in owners if owner.owner_id in begun]
-            await self._ask(lambda port: port.stop_recording(), began, WORK_S)
+        answers = await self._ask_nodes(begin, nodes)
+        begun = {node_id: answer for node_id, answer in answers if not isinstance(answer, str)}
+        if refusals := [f"{node_id}: {answer}" for node_id, answer in answers if isinstance(answer, str)]:
+            began = [node for node in nodes if node.node_id in begun]
+            await self._ask_nodes(lambda node: node.port.stop_recording(), began)
             raise gateway_record.cannot(refusals)
         return gateway_record.replied(begun.values())
 
     async def stop_record(self, message: cache_pb2.StopRecordRequest) -> cache_pb2.RecordReply:
         """End all recordings; how the latest ones went."""
-        answers = await self._ask(lambda port: port.stop_recording(), limit_s=WORK_S)
+        answers = await self._ask_nodes(lambda node: node.port.stop_recording(), self._living_nodes())
         statuses = [status for _, status in answers if status is not None]
         if not statuses:
             raise gateway_record.nothing()
         return gateway_record.replied(statuses)
 
-    def _recording_owners(self, message: cache_pb2.RecordRequest) -> list[_Owner]:
+    def _living_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if node.down is None]
+
+    def _recording_nodes(self, message: cache_pb2.RecordRequest) -> list[Node]:
         """Those that are named, or all. Raises Refusal."""
-        owners = self._owners()
-        if not (message.nodes or message.workers):
-            return owners
-        nodes = {node.node_id for node in self.nodes}
-        workers = {owner.owner_id for owner in owners} - nodes
-        for what, named, there in (("node", message.nodes, nodes), ("worker", message.workers, workers)):
-            gateway_record.check_known(what, named, there)
-        wanted = {*message.nodes, *message.workers}
-        return [owner for owner in owners if owner.owner_id in wanted]
+        nodes = self._living_nodes()
+        gateway_record.check_known(message.nodes, {node.node_id for node in nodes})
+        return [node for node in nodes if not message.nodes or node.node_id in message.nodes]
+
+    async def _ask_nodes(
+        self, call: Callable[[Node], Awaitable[T]], nodes: Sequence[Node]
+    ) -> list[tuple[str, T]]:
+        """The answer of each of these nodes, which may work for WORK_S."""
+        return await answers_of(
+            [Call(node.node_id, node.lose, partial(call, node)) for node in nodes], WORK_S
+        )
 
     async def attach_node(self, node: Node, limit_s: float = WORK_S) -> None:
         """It is there, new or started anew, and has applied the clears that it missed when this returns.

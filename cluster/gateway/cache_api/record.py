@@ -31,12 +31,12 @@ def checked(message: cache_pb2.RecordRequest) -> tuple[str, int]:
     return message.path, message.max_bytes or DEFAULT_BYTES
 
 
-def check_known(what: str, named: Iterable[str], there: Collection[str]) -> None:
-    """All that are named are there. Raises Refusal."""
+def check_known(named: Iterable[str], there: Collection[str]) -> None:
+    """All nodes that are named are there. Raises Refusal."""
     for name in named:
         if name not in there:
             known = ", ".join(sorted(there)) or "none"
-            raise invalid(f"{what} {quoted(name)} isn't running: there are {known}")
+            raise invalid(f"node {quoted(name)} isn't running: there are {known}")
 
 
 def replied(recordings: Iterable[RecordingStatus]) -> cache_pb2.RecordReply:

@@ -308,16 +308,12 @@ class Client:
         """As pages_pin, for these pages or all; where no keys are given, results list only what was not ACCEPTED."""
         return self._outcomes(self._cache.Verify, keys, None)
 
-    def record_start(
-        self, path: str, *, max_bytes: int = 0, nodes: Sequence[str] = (), workers: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def record_start(self, path: str, *, max_bytes: int = 0, nodes: Sequence[str] = ()) -> dict[str, Any]:
         """{"recordings": [{"owner", "path", "events", "nbytes", "seconds", "ended"}]}; "ended" is "" while it goes on.
 
-        `path` is absolute, on the machines of those that record: these nodes and workers, or all where none is named.
+        `path` is absolute, on the machines of those that record: these nodes, or all where none is named.
         """
-        request = _message(
-            cache_pb2.RecordRequest, path=path, max_bytes=max_bytes, nodes=nodes, workers=workers
-        )
+        request = _message(cache_pb2.RecordRequest, path=path, max_bytes=max_bytes, nodes=nodes)
         return _recordings(self._call(self._cache.Record, request))
 
     def record_stop(self) -> dict[str, Any]:

@@ -70,17 +70,13 @@ def start(
         list[str] | None,
         typer.Option("--node", metavar="ID", help="Only this node and others named; may be given again."),
     ] = None,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option("--worker", metavar="ID", help="Only this worker and others named; may be given again."),
-    ] = None,
     endpoint: EndpointOption = "",
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Begin to record: the state as it is, then all that is heard, until `kvtier record stop`.
 
-    Nodes (L3 and L4) and workers (L1, and what each step computes) record, each into its own file, unless some are named.
+    All nodes record (L3 and L4), each into its own file, unless some are named.
     The service goes on at its pace: where the disk can't keep up, or the file is full, the recording ends, and says so in
     its last line. Only this user can read the file.
 
@@ -88,12 +84,12 @@ def start(
     Examples:
       kvtier record start
       kvtier record start --out /var/tmp/monday.kvrec.gz --max-bytes 200MiB
-      kvtier record start --worker worker-0
+      kvtier record start --node node-0
     """
     path = (file or Path(time.strftime("kvtier-%Y%m%d-%H%M%S.kvrec"))).expanduser().absolute()
     limit = _bytes(max_bytes)
     with connected(endpoint, tls) as client:
-        started = client.record_start(str(path), max_bytes=limit, nodes=node or (), workers=worker or ())
+        started = client.record_start(str(path), max_bytes=limit, nodes=node or ())
         _report(started, as_json)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.tier.node.recording import NODE
 from kvtier.tier.protocol.events import FromWorker, Send
 from kvtier.tier.protocol.messages import Locate, Located
-from kvtier.tier.record.format import Machine, RecordingError, RecordingReader
+from kvtier.tier.record.format import RecordingError, RecordingReader
 from kvtier.tier.record.rerun import Verdict, heard, rerun
 from kvtier.tier.record.trace_export import APPROXIMATE, Collector
 
@@ -63,17 +63,6 @@ def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise RecordingError(f"its compressed bytes are damaged: {error}") from error
 
 
-def machine_of(reader: RecordingReader) -> Machine:
-    """What it is a recording of."""
-    if reader.header.machine == NODE.name:
-        return NODE
-    from kvtier.workers.scheduling.recorded import WORKER  # here and not above: a node's needs no torch
-
-    if reader.header.machine != WORKER.name:
-        raise RecordingError(f"it records a {reader.header.machine!r}, which this kvtier doesn't know")
-    return WORKER
-
-
 # ---- what it says ------------------------------------------------------------------------------------------------
 
 
@@ -118,16 +107,16 @@ class Summary:
 def summed_up(path: Path, tick: Tick = _unheard) -> tuple[Summary, Verdict]:
     """What happened in a recording, by running it again. Raises RecordingError."""
     with opened(path, tick) as reader:
-        machine, header = machine_of(reader), reader.header
+        header = reader.header
         started = datetime.fromtimestamp(header.wall_s, UTC).isoformat(timespec="seconds")
         summary = Summary(header.owner, header.machine, header.kvtier, started, header.about)
-        return summary, rerun(reader, machine, summary.watch)
+        return summary, rerun(reader, NODE, summary.watch)
 
 
 def verified(path: Path, tick: Tick = _unheard) -> Verdict:
     """Whether the recording comes out the same again. Raises RecordingError."""
     with opened(path, tick) as reader:
-        return rerun(reader, machine_of(reader))
+        return rerun(reader, NODE)
 
 
 # ---- traces ------------------------------------------------------------------------------------------------------
@@ -148,10 +137,7 @@ def export(path: Path, out: Path, tick: Tick = _unheard) -> Exported:
     """Write the requests of a node's recording as a trace. Raises RecordingError; `out` must not be there."""
     collector = Collector()
     with opened(path, tick) as reader:
-        machine = machine_of(reader)
-        if machine is not NODE:
-            raise RecordingError(f"it records a {machine.name}: requests are in the recordings of nodes")
-        for event, now in heard(reader, machine):
+        for event, now in heard(reader, NODE):
             collector.take(event, now)
         about = {
             "trace": f"recorded of {reader.header.owner}",
