@@ -165,8 +165,8 @@ def test_start_and_stop_by_the_command_line(
         other = ("record", "start", "--endpoint", served.endpoint, "--out", "other.kvrec")
         code, _, err = run(*other, "--node", "n0")
         assert code == 2 and "already" in err
-        code, _, err = run(*other, "--worker", "w7")
-        assert code == 2 and "'w7'" in err and "w0" in err
+        code, _, err = run(*other, "--node", "w7")
+        assert code == 2 and "'w7'" in err and "n0" in err
         peer = Peer(tmp_path)
         peer.store(0, 3)
         peer.close()

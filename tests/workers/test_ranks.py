@@ -163,7 +163,7 @@ def test_where_copies_below_are_lost_pages_that_were_set_aside_are_chosen_anew()
         page.save = SaveState.CLEAN
     assert cache.set_aside(9.0) == []
 
-    cache.unsaved()
+    cache.node_came(can_save=True)
 
     assert cache.set_aside(10.0) == chosen == pages[:3]
 
