@@ -163,14 +163,18 @@ class Verbs(Uses):
     def _is_being_cleared(self, tenant: bytes) -> bool:
         return any(whose in (None, tenant) for whose, _ in self._clearing)
 
-    def _end_clear(self, tenant: bytes | None, number: int) -> list[tuple[bytes, Outcome]]:
-        """The last step of a clear, or all of one that has not begun."""
+    def _end_clear(self, tenant: bytes | None, number: int) -> None:
+        """The last step of a clear, or all of one that has not begun: `_clear` follows."""
         if (tenant, number) not in self._clearing:
             self._begin_clear(tenant, number)
         del self._clearing[tenant, number]
-        return self._clear(tenant)
+
+    def _clears_known(self) -> None:
+        """Nothing was cleared while the node was away, or it is done here too."""
+        self._awaits_clears = False
 
     def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
+        """Drop and wipe all pages of a tenant (None: of all) that are here."""
         self._misses.forget_tenant(tenant)
         self._save_stored()
         if self._ssd is not None:

@@ -9,6 +9,7 @@ catalogue mirror and the slots of L4, the grants and leases of the workers, and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 
 from kvtier.tier.node.lookup import Hit, Lookup
@@ -59,6 +60,7 @@ from kvtier.tier.protocol.messages import (
     Copied,
     Fetched,
     Finished,
+    Grant,
     Granted,
     Hello,
     HostPage,
@@ -83,6 +85,7 @@ from kvtier.tier.protocol.messages import (
     WantSlots,
     Welcome,
 )
+from kvtier.tier.stores.base import Outcome
 
 
 class Coordinator(Savings, Lending):
@@ -164,23 +167,26 @@ class Coordinator(Savings, Lending):
             case NoteClears():
                 self._note_clears(event.clears)
             case ClearsKnown():
-                self._awaits_clears = False
+                self._clears_known()
             case ClearPages():
                 self._answer(event.ticket, self._clear_pages(event.pages))
             case Clear():
-                self._answer(event.ticket, self._end_clear(event.tenant, event.number))
+                self._answer(event.ticket, self._clear_all(event.tenant, event.number))
             case Verify():
                 self._verify(event.ticket, event.keys)
             case Drain():
                 self._drain()
             case Continue():
-                self._continue()
+                self._go_on()
             case Quiesce():
-                self._quiesced = True
-                self._unsettled = {}
-                self._to_write = {}
-                self._persist_uses()
-                self._save_stored()
+                self._quiesce()
+
+    def _clear_all(self, tenant: bytes | None, number: int) -> list[tuple[bytes, Outcome]]:
+        """The last step of a clear: what is on its way here ends with what is here."""
+        self._end_clear(tenant, number)
+        self._clear_savings(tenant)
+        self._clear_fetches(tenant)
+        return self._clear(tenant)
 
     def _hear(self, ref: WorkerRef, message: ToNode) -> None:
         if isinstance(message, Hello):
@@ -193,15 +199,13 @@ class Coordinator(Savings, Lending):
             case NewRoot():
                 self._learn_root(message.root_fields)
             case WantSlots():
-                self._want(worker, message)
+                self._blame(worker, self._want(worker, message))
             case ReturnSlots():
-                for grant in message.grants:
-                    if self._end_grant(worker, grant):
-                        self._slots.free(grant.slot)
+                self._return_slots(worker, message.grants)
             case Stored() if worker.is_exchange:
                 self._fetched_pages(worker, message)
             case Stored():
-                self._stored(worker, message)
+                self._blame(worker, self._stored(worker, message))
             case Unsaved():
                 self._unsaved(worker, message)
             case Fetched():
@@ -211,11 +215,9 @@ class Coordinator(Savings, Lending):
             case Copied():
                 self._copied(worker, message)
             case Finished():
-                self._finished(worker, message)
+                self._blame(worker, self._finished(worker, message))
             case Release():
-                request = worker.requests.get(message.request_id)
-                if request is not None:
-                    self._release(request, message.from_page)
+                self._release_asked(worker, message)
             case Lend():
                 self._blame(worker, self._lend(worker, message))
             case Reclaim():
@@ -290,13 +292,10 @@ class Coordinator(Savings, Lending):
         if worker.is_exchange:
             self._exchange_gone(worker)
         self._saves_no_more(worker)
-        self._unsettled.update(self._above.pop(ref, {}))
-        self._continue()
+        self._settle_above(ref)
         for request in list(worker.requests.values()):
             self._release(request, 0)
-        for grant in list(worker.grants.values()):
-            self._end_grant(worker, grant)
-            self._slots.free(grant.slot)
+        self._return_slots(worker, worker.grants.values())
         self._peer_gone(worker)
 
     def _blame(self, worker: Worker, wrong: str | None) -> None:
@@ -319,27 +318,34 @@ class Coordinator(Savings, Lending):
         for want in [want for want in self._wants if want[0] is worker]:
             del self._wants[want]
 
-    def _want(self, worker: Worker, message: WantSlots) -> None:
+    def _want(self, worker: Worker, message: WantSlots) -> str | None:
         if message.payload_bytes not in worker.hello.payloads.values():
-            wrong = f"it wants slots for pages of {message.payload_bytes} bytes, which it hasn't named"
-            self._blame(worker, wrong)
-            return
+            return f"it wants slots for pages of {message.payload_bytes} bytes, which it hasn't named"
         want = (worker, message.payload_bytes)
         self._wants.pop(want, None)
         if message.count > 0:
             self._wants[want] = message.count
         else:
             self._send(worker, Granted([]))
+        return None
+
+    def _return_slots(self, worker: Worker, grants: Iterable[Grant]) -> None:
+        """A worker has no use for these slots."""
+        for grant in list(grants):
+            if self._end_grant(worker, grant):
+                self._slots.free(grant.slot)
 
     # ---- stored pages ------------------------------------------------------------------------------------------
 
-    def _stored(self, worker: Worker, message: Stored) -> None:
+    def _stored(self, worker: Worker, message: Stored) -> str | None:
+        wrong: str | None = None
         request = None if message.hold_for is None else self._request(worker, message.hold_for)
         for stored in message.pages:
             nbytes = stored.grant.payload_bytes
             if worker.hello.payloads.get(stored.spec_digest) != nbytes:
-                wrong = f"a page in a slot for {nbytes} bytes, which its Hello doesn't say of that spec"
-                self._blame(worker, f"it stored {wrong}")
+                wrong = (
+                    f"it stored a page in a slot for {nbytes} bytes, which its Hello doesn't say of that spec"
+                )
                 break
             is_granted = self._end_grant(worker, stored.grant)
             if is_granted and self._is_cleared(stored):
@@ -361,6 +367,7 @@ class Coordinator(Savings, Lending):
                 )
         if request is not None:
             self._forget_if_over(request)
+        return wrong
 
     def _is_cleared(self, stored: StoredPage) -> bool:
         """Whether the page's tenant was cleared since the worker made it, who hasn't heard of that yet."""
@@ -562,13 +569,18 @@ class Coordinator(Savings, Lending):
             self._unsettled.pop(page, None)
         self._settle(page)
 
-    def _finished(self, worker: Worker, message: Finished) -> None:
+    def _finished(self, worker: Worker, message: Finished) -> str | None:
         if worker.is_exchange:
-            self._blame(worker, "it told of a request with pages in use")
-        elif sum(map(len, message.keys)) > self.limits.keys_per_locate:
-            self._blame(worker, f"it told of a request with more than {self.limits.keys_per_locate} pages")
-        else:
-            self._end_use(worker, message)
+            return "it told of a request with pages in use"
+        if sum(map(len, message.keys)) > self.limits.keys_per_locate:
+            return f"it told of a request with more than {self.limits.keys_per_locate} pages"
+        self._end_use(worker, message)
+        return None
+
+    def _release_asked(self, worker: Worker, message: Release) -> None:
+        request = worker.requests.get(message.request_id)
+        if request is not None:
+            self._release(request, message.from_page)
 
     def _release(self, request: Request, from_page: int) -> None:
         self._end_waits(request, from_page)
@@ -658,15 +670,31 @@ class Coordinator(Savings, Lending):
         self._end_ssd_read(page, load.source)
         self._lost_if_nowhere(page, reason, f"its copy in L4 was {failure} at {self._wall()}")
 
+    def _quiesce(self) -> None:
+        self._quiesced = True
+        self._unsettled = {}
+        self._to_write = {}
+        self._persist_uses()
+        self._save_stored()
+
     def _drain(self) -> None:
         """All goes to L4 from now on, whatever it is worth."""
         self._draining = True
         self._demotes = False
         self._end_savings(self._savings.values(), "load_failed", "the node is about to stop")
-        self._unsettled = dict.fromkeys(self._pages.values())
-        self._continue()
+        self._settle_for_drain()
 
-    def _continue(self) -> None:
+    def _settle_above(self, ref: WorkerRef) -> None:
+        """What a gone worker's L1 held exclusively counts again here, in parts."""
+        self._unsettled.update(self._above.pop(ref, {}))
+        self._go_on()
+
+    def _settle_for_drain(self) -> None:
+        """All pages of L3 are to be written to L4, in parts."""
+        self._unsettled = dict.fromkeys(self._pages.values())
+        self._go_on()
+
+    def _go_on(self) -> None:
         """Settle the next pages that a gone worker, or the end of `demote`, has changed the ranks of."""
         for page in list(islice(self._unsettled, self.limits.part)):
             del self._unsettled[page]

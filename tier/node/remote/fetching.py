@@ -28,7 +28,6 @@ from kvtier.tier.protocol.messages import (
     StoredPage,
     Welcome,
 )
-from kvtier.tier.stores.base import Outcome
 
 EXCHANGE = "exchange:"  # before the node's id: the worker_id of its own exchange
 PATIENCE = 2.0  # a Fetch is waited for at most so many times its deadline
@@ -76,8 +75,8 @@ class Remotes(Pricing):
                 self._save_stored()
         return copy
 
-    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
-        """What is on its way from other nodes is cleared with what is here: see Verbs."""
+    def _clear_fetches(self, tenant: bytes | None) -> None:
+        """Nothing of a tenant that is cleared comes from other nodes."""
         detail = f"cleared by request at {self._wall()}"
         for peer in self._fetches.waiting():
             for load in [load for load in peer.queue if tenant in (None, load.tenant)]:
@@ -87,7 +86,6 @@ class Remotes(Pricing):
                 fetch.is_cleared = True
                 if not fetch.is_cancelled:
                     self._abandon(fetch, "cleared", detail)
-        return super()._clear(tenant)
 
     # ---- exchanges -------------------------------------------------------------------------------------------------
 

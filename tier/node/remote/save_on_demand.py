@@ -9,7 +9,6 @@ from kvtier.tier.node.remote.fetching import Remotes
 from kvtier.tier.node.state.records import Request, Saving, Worker
 from kvtier.tier.protocol.events import PageId
 from kvtier.tier.protocol.messages import Chain, Locate, PageRef, SavePages, Unsaved
-from kvtier.tier.stores.base import Outcome
 
 
 class Savings(Remotes):
@@ -104,11 +103,10 @@ class Savings(Remotes):
         for saving in list(savings):
             self._fail(saving, reason, detail)
 
-    def _clear(self, tenant: bytes | None) -> list[tuple[bytes, Outcome]]:
-        """What is to be saved for other nodes is cleared with what is here: see Verbs."""
+    def _clear_savings(self, tenant: bytes | None) -> None:
+        """Nothing of a tenant that is cleared is saved for other nodes."""
         cleared = [saving for saving in self._savings.values() if tenant in (None, saving.tenant)]
         self._end_savings(cleared, "cleared", f"cleared by request at {self._wall()}")
-        return super()._clear(tenant)
 
 
 def _id_of(message: Locate, page: int) -> PageId:
