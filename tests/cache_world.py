@@ -347,7 +347,9 @@ class World:
             directory=directory,
         )
         self.node.check()
-        self.told = {tier: set(keys) for tier, keys in self.node.holds().items()}  # as a directory knows it
+        self.told = {
+            tier: set(keys) for tier, keys in self.node.admin.holds().items()
+        }  # as a directory knows it
 
     def applied_of(self, tenant: bytes) -> int:
         """The number of the latest clear of a tenant that the node has heard of."""
@@ -373,7 +375,9 @@ class World:
 
         self.cleared_slots |= {slot for slot, page in self.host.items() if is_its(page)}
         self.cleared_frames |= {frame for frame, page in self.peers.items() if is_its(page)}
-        in_l4 = {(bytes.fromhex(i.key), i.variant) for i in self.node.pages(None, TierName.SSD, 10**9, 0.0)}
+        in_l4 = {
+            (bytes.fromhex(i.key), i.variant) for i in self.node.admin.pages(None, TierName.SSD, 10**9, 0.0)
+        }
         self.to_wipe |= {self.catalogue[page].place for page in in_l4 if is_its(page)}
         self.to_wipe |= {read.place for read in self.reads if is_its((read.key, read.variant))}
         self.to_wipe |= {
@@ -400,12 +404,12 @@ class World:
         self.node.check()
         holds = [command.tier for command in commands if isinstance(command, HoldsChanged)]
         assert len(set(holds)) == len(holds), "a tier is told of twice"
-        assert self.told == {tier: set(keys) for tier, keys in self.node.holds().items()}
+        assert self.told == {tier: set(keys) for tier, keys in self.node.admin.holds().items()}
 
     def say(self, worker: SimWorker, message: ToNode) -> list[ToWorker]:
         """A worker speaks, in what the node's socket lets through; what it hears back at once."""
         worker.messages.clear()
-        known = self.node._workers.get(worker.ref)
+        known = self.node.tables.workers.get(worker.ref)
         for tenant, number in _told(message) if known is not None and not known.fenced else ():
             if number > self.applied_of(tenant):
                 self._clear_begins(tenant, number)
@@ -627,7 +631,7 @@ class World:
         chain = locate.chains[number]
         here = {
             (bytes.fromhex(i.key), i.variant)
-            for i in self.node.pages(locate.tenant, None, 10**9, self.now)
+            for i in self.node.admin.pages(locate.tenant, None, 10**9, self.now)
             if i.state == "sealed"
             and (
                 i.root == locate.root.hex() and not i.made_from
@@ -1052,7 +1056,7 @@ class World:
 
     def held(self, tier: TierName) -> set[PageId]:
         """What the coordinator says a tier holds; checked against what is truly there."""
-        infos = self.node.pages(None, tier, 10**9, self.now)
+        infos = self.node.admin.pages(None, tier, 10**9, self.now)
         pages = {(bytes.fromhex(i.key), i.variant) for i in infos if i.state == "sealed"}
         if tier is TierName.HOST:
             assert pages <= set(self.host.values())

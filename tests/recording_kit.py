@@ -202,7 +202,7 @@ class Life:
         if verb is Clear:
             self.world.ask(Clear, self.rng.choice([None, tenant_of("ada")]))
         elif verb is ClearPages:
-            self.world.ask(ClearPages, tuple(self.world.node.page_ids(3)))
+            self.world.ask(ClearPages, tuple(self.world.node.admin.page_ids(3)))
         elif verb is Evict:
             self.world.ask(Evict, keys, self.rng.choice([None, TierName.HOST, TierName.SSD]))
         else:

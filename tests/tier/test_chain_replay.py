@@ -103,7 +103,7 @@ def test_what_nobody_will_use_again_is_hardly_written_when_pages_are_demoted(pol
             model.request(pages, use, float(n))
 
     assert demote.totals.ssd_writes < 0.6 * through.totals.ssd_writes
-    in_l4 = demote._node.coordinator.pages(None, TierName.SSD, 1 << 60, 150.0)
+    in_l4 = demote._node.coordinator.admin.pages(None, TierName.SSD, 1 << 60, 150.0)
     assert in_l4 and all(int.from_bytes(bytes.fromhex(page.key), "little") < 1000 for page in in_l4)
     assert sum(demote.totals.hits.values()) >= sum(through.totals.hits.values())
 

@@ -206,7 +206,9 @@ def test_loads_cost_what_they_weigh_and_what_l3_has_of_another_format_does_inste
     world.settle()
     world.ask(Evict, tuple(keys[2:]), TierName.HOST)
     plain = chain_of(keys, variant=FP8)
-    page_s = SIZES[FULL] * (1e-9 + world.node._copy_time.byte_s)  # read, and copied to L1 behind that
+    page_s = SIZES[FULL] * (
+        1e-9 + world.node.in_flight.copy_time.byte_s
+    )  # read, and copied to L1 behind that
     dear = world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=0.99 * page_s)
     worth_it = world.locate(worker, "r3", TENANT, path, chains=[plain], recompute_s=1.01 * page_s)
     assert reason(dear) == (2, "costlier") and len(worth_it.loading) == 2
@@ -279,13 +281,13 @@ def test_a_page_says_what_it_was_made_from_also_after_a_restart() -> None:
     world, worker = world_of()
     put(world, worker, "1", FULL)
     put(world, worker, "1", DECAYED)
-    said = {(i.tier, i.variant, i.made_from) for i in world.node.pages(None, None, 9, world.now)}
+    said = {(i.tier, i.variant, i.made_from) for i in world.node.admin.pages(None, None, 9, world.now)}
 
     after = World(32, 64, payloads=SIZES, recovered=list(world.catalogue.values()), disk=world.disk)
 
     assert {(tier, FP8, "") for tier in (TierName.HOST, TierName.SSD)} <= said
     assert {(tier, INT4C, FP8) for tier in (TierName.HOST, TierName.SSD)} <= said
-    again = {(i.tier, i.variant, i.made_from) for i in after.node.pages(None, None, 9, after.now)}
+    again = {(i.tier, i.variant, i.made_from) for i in after.node.admin.pages(None, None, 9, after.now)}
     assert again == {(TierName.SSD, FP8, ""), (TierName.SSD, INT4C, FP8)}
 
 
@@ -302,7 +304,7 @@ def test_verbs_by_key_act_on_every_format_of_the_page() -> None:
 
     assert do(Verify) is Outcome.ACCEPTED
     assert do(Pin) is Outcome.ACCEPTED
-    assert all(info.pinned for info in world.node.pages(None, None, 9, world.now))
+    assert all(info.pinned for info in world.node.admin.pages(None, None, 9, world.now))
     assert do(Evict, None) is Outcome.REJECTED
     assert do(Unpin) is Outcome.ACCEPTED
     assert do(Evict, TierName.HOST) is Outcome.ACCEPTED

@@ -731,7 +731,7 @@ def test_pinned_pages_stay_in_both_tiers_and_pins_are_bounded() -> None:
     pinned = {(key, "bf16") for key in keys[:2]}
     assert pinned <= world.held(TierName.HOST) and pinned <= world.held(TierName.SSD)
     assert world.answers[world.ask(Evict, keys[:1], None)] == ((keys[0], Outcome.REJECTED),)
-    many = tuple((bytes.fromhex(i.key)) for i in world.node.pages(None, TierName.SSD, 99, world.now))
+    many = tuple((bytes.fromhex(i.key)) for i in world.node.admin.pages(None, TierName.SSD, 99, world.now))
     outcomes = [outcome for _, outcome in world.answers[world.ask(Pin, many)]]
     assert outcomes.count(Outcome.ACCEPTED) == 4 and outcomes.count(Outcome.REJECTED) == len(many) - 4
     world.ask(Unpin, many)
@@ -962,8 +962,8 @@ def test_what_a_gone_worker_alone_had_above_counts_again_in_parts() -> None:
         world.locate(one, "r", TENANT, path)
         world.settle()
         world.release(one, "r", 0)
-    pages = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "abcdef")]
-    others = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "wxyz")]
+    pages = [world.node.tables.pages[key, BF16] for key in chain_keys(TENANT, "abcdef")]
+    others = [world.node.tables.pages[key, BF16] for key in chain_keys(TENANT, "wxyz")]
     assert {page.above for page in pages} == {worker.ref}
 
     world.die(worker)
@@ -996,11 +996,11 @@ def test_recovery_goes_in_parts() -> None:
         limits=Limits(part=1),
     )
 
-    here = [len(node.page_ids()) for _ in node.recover(entries)]
+    here = [len(node.admin.page_ids()) for _ in node.recover(entries)]
 
     assert here == [1, 2, 3, 6, 6, 6, 6, 6, 6, 6]
     node.check()
-    assert {page.key for page in node.pages(None, TierName.SSD, 10, 0.0)} == {
+    assert {page.key for page in node.admin.pages(None, TierName.SSD, 10, 0.0)} == {
         entry.envelope.key.hex() for entry in entries
     }
 
@@ -1320,8 +1320,8 @@ class Actors:
     def _begin_clear(self, digest: bytes | None, number: int) -> None:
         node = self.world.node
         self.world.ask(BeginClear, digest, number)
-        ids = node.page_ids()
-        self.clears.append((digest, number, deque(ids if digest is None else node.ids_of(digest, ids))))
+        ids = node.admin.page_ids()
+        self.clears.append((digest, number, deque(ids if digest is None else node.admin.ids_of(digest, ids))))
 
     def hears(self, name: str, tenant: str | None) -> None:
         """A worker, or another node's exchange, hears of the latest clear, as if it was this tenant's."""
@@ -1345,7 +1345,9 @@ class Actors:
         del self.clears[which % len(self.clears)]
         self.world.ask(Clear, digest, number)
         node = self.world.node
-        assert not (node.page_ids() if digest is None else node.ids_of(digest, node.page_ids()))
+        assert not (
+            node.admin.page_ids() if digest is None else node.admin.ids_of(digest, node.admin.page_ids())
+        )
 
     def go_on(self) -> None:
         """The next part of what a gone worker, or a drain, has left to do."""
@@ -1566,7 +1568,7 @@ class Life(RuleBasedStateMachine):
     def work_goes_on(self) -> None:
         self.actors.go_on()
 
-    @precondition(lambda self: self.actors.world.node._pages)
+    @precondition(lambda self: self.actors.world.node.tables.pages)
     @rule()
     def drains(self) -> None:
         self.actors.world.tell(Drain())

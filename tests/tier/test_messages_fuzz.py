@@ -193,7 +193,7 @@ class Life:
             return Verified(transfer.transfer, None if is_well else "corrupt")
         if not is_well:
             return ReadFailed(transfer.transfer, failure, "")
-        return ReadDone(transfer.transfer, self.node._reads[transfer.transfer].source.entry.envelope)
+        return ReadDone(transfer.transfer, self.node.in_flight.reads[transfer.transfer].source.entry.envelope)
 
     def _tell(self, event: Event) -> None:
         for command in self.node.handle(event, self.now):

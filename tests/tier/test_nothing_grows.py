@@ -6,12 +6,10 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
-import cache_world
 import numpy as np
 import pytest
 from cache_world import BF16, PAYLOAD_BYTES, SimWorker, World, chain_keys, key_of, tenant_of
 
-from kvtier.tier.node.coordinator import Coordinator
 from kvtier.tier.node.state.ranking import Histories
 from kvtier.tier.node.state.records import Limits
 from kvtier.tier.pages.page import TierName
@@ -163,7 +161,7 @@ def test_a_node_that_all_have_left_and_that_is_cleared_holds_nothing() -> None:
     remembered = {name for name in kept if name.split(".")[0] in ("Misses", "Histories", "Lru", "Shares")}
     measured = {name for name in kept if name.endswith(".loads_s") or name.startswith("FetchCounters")}
     assert {name for name in kept - remembered - measured if "order" not in name} <= {
-        "Coordinator._raw_payloads",  # of pages that may come back with another worker
+        "NodeTables.raw_payloads",  # of pages that may come back with another worker
         "Fetches.peers",  # their speeds
         "Order._drawn",  # up to DRAWN
         "_Oldest.heap",  # up to SLACK
@@ -171,30 +169,39 @@ def test_a_node_that_all_have_left_and_that_is_cleared_holds_nothing() -> None:
     node.check()
 
 
-class Watched(Coordinator):
-    """Notes which of its attributes are looked at."""
+def watch(part: object, looked: set[tuple[str, str]]) -> None:
+    """Note which attributes of a coordinator's part are looked at."""
+    kind = type(part)
 
-    def __getattribute__(self, name: str) -> object:
-        looked = object.__getattribute__(self, "__dict__").get("looked_at")
-        if looked is not None:
-            looked.add(name)
-        return super().__getattribute__(name)
+    class Watched(kind):  # type: ignore[misc,valid-type]
+        def __getattribute__(self, name: str) -> object:
+            looked.add((kind.__name__, name))
+            return super().__getattribute__(name)
+
+    part.__class__ = Watched
 
 
-def test_check_looks_at_every_table_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that is added without a check fails here: say in tier/node/checks/cache.py what bounds it, or what it is derived from."""
-    monkeypatch.setattr(cache_world, "Coordinator", Watched)
+def test_check_looks_at_every_table_there_is() -> None:
+    """A table that is added without a check fails here: say in tier/node/checks what bounds it, or what it is derived from."""
     lives = Lives("demote", PolicySettings(name="rvi"))
     for _ in range(4):
         lives.live()
     node = lives.world.node
-    node.__dict__["looked_at"] = looked = set[str]()
+    parts = [part for part in vars(node).values() if type(part).__module__.startswith("kvtier.tier.node.")]
+    tables = {
+        (type(part).__name__, name)
+        for part in parts
+        for name, value in vars(part).items()
+        if value not in parts and has_room(value)
+    }
+    looked: set[tuple[str, str]] = set()
+    for part in parts:
+        watch(part, looked)
 
     node.check()
 
-    del node.__dict__["looked_at"]
-    tables = {name for name, value in vars(node).items() if has_room(value)}
-    assert len(tables) > 40 and not tables - looked - {"_ssd_variants"}  # which is its owner's
+    assert len(parts) > 12 and len(tables) > 40
+    assert tables - looked == {("NodeTables", "ssd_variants")}  # which is its owner's
 
 
 def has_room(value: object) -> bool:
@@ -213,10 +220,10 @@ def test_what_is_known_of_page_shapes_is_bounded_and_the_latest_stays() -> None:
     world = World(4, 0, Limits(specs=4))
     for number in range(1, 20):
         worker = world.connect("w", f"i{number}", payloads={(number, BF16): PAYLOAD_BYTES})
-    kept = dict(world.node._raw_payloads)
+    kept = dict(world.node.tables.raw_payloads)
 
     assert len(kept) == 4 and worker.payloads == {(19, BF16): PAYLOAD_BYTES}
-    assert list(kept)[-1] in world.node._workers[worker.ref].hello.payloads
+    assert list(kept)[-1] in world.node.tables.workers[worker.ref].hello.payloads
 
 
 @pytest.mark.parametrize("by_lru", [False, True])

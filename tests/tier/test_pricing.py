@@ -74,7 +74,7 @@ def asked(exchange: SimWorker) -> dict[str, list[int]]:
 
 def measured(world: World, node_id: str, bytes_s: float, latency_s: float = LATENCY_S) -> None:
     """A node has shown how fast it is, just now."""
-    peer = world.node._fetches.peer(node_id)
+    peer = world.node.in_flight.fetches.peer(node_id)
     assert peer is not None
     speed, now = PeerSpeed(), world.now
     speed.began(now - latency_s - 10.0)
@@ -114,7 +114,10 @@ def test_an_l4_slower_than_computing_hides_no_node_that_is_quicker() -> None:
     world, worker, exchange = world_with(path)
     only_in_l4(world, path)
     measured(world, "n1", bytes_s=1e11)
-    world.node._bandwidth._average, world.node._bandwidth._measured_at = 1e6, world.now  # 4 ms a page
+    world.node.in_flight.bandwidth._average, world.node.in_flight.bandwidth._measured_at = (
+        1e6,
+        world.now,
+    )  # 4 ms a page
 
     alone = world.locate(worker, "r", TENANT, path, recompute_s=1e-3)
     helped = world.locate(worker, "r", TENANT, path, recompute_s=1e-3, remotes=[("n1", 12)])
@@ -162,7 +165,7 @@ def test_what_must_be_read_from_l4_behind_a_gap_is_waited_for_too(margin: float)
     only_in_l4(world, path)
     nowhere(world, path, 0, 4)
     measured(world, "n1", bytes_s=1e9)
-    world.node._bandwidth._average, world.node._bandwidth._measured_at = 1e6, world.now
+    world.node.in_flight.bandwidth._average, world.node.in_flight.bandwidth._measured_at = 1e6, world.now
     l4_s = 12 * PAYLOAD_BYTES / 1e6
     fetch_s = LATENCY_S + 4 * PAYLOAD_BYTES / 1e9
     assert fetch_s < l4_s
@@ -378,7 +381,7 @@ def test_what_no_node_gives_is_read_from_l4_where_that_has_it() -> None:
     path = "a" * 8
     world, worker, exchange = world_with(path)
     only_in_l4(world, path)
-    world.node._bandwidth._average, world.node._bandwidth._measured_at = 1e5, world.now
+    world.node.in_flight.bandwidth._average, world.node.in_flight.bandwidth._measured_at = 1e5, world.now
     world.locate(worker, "r", TENANT, path, recompute_s=0.02, remotes=[("n1", 8)])
     assert asked(exchange) == {"n1": [*range(8)]} and not world.reads
     worker.messages.clear()
@@ -397,7 +400,7 @@ def test_a_node_reads_for_another_one_what_it_has_asked_it_for(is_read_first: bo
     path = "abcd"
     world, worker, exchange = world_with(path)
     only_in_l4(world, path)
-    world.node._bandwidth._average, world.node._bandwidth._measured_at = 1e5, world.now
+    world.node.in_flight.bandwidth._average, world.node.in_flight.bandwidth._measured_at = 1e5, world.now
     world.locate(worker, "r", TENANT, path, recompute_s=1.0, remotes=[("n1", 4)])
     (fetch,) = fetches(exchange)
     assert len(fetch.pages) == 4
@@ -421,7 +424,7 @@ def test_a_fetch_that_nobody_waits_for_any_more_is_no_fault_of_the_node() -> Non
 
     world.end_fetch(exchange, fetches(exchange)[0].fetch_id, "deadline")
 
-    peer = world.node._fetches.peer("n1")
+    peer = world.node.in_flight.fetches.peer("n1")
     assert peer is not None and not peer.is_doubtful(world.now) and not world.notes
     end(world)
 
@@ -585,7 +588,7 @@ def test_what_was_read_of_a_lender_that_died_meanwhile_is_none_of_l3s() -> None:
 
     host = world.node.snapshot().tiers[TierName.HOST]
     assert (host.bytes_out, [*host.loads_s]) == (0, [])
-    assert world.node._copy_time.byte_s == 0.0
+    assert world.node.in_flight.copy_time.byte_s == 0.0
     # With pages of L3 on their way to the same request it is known whose they are, too.
     world.want(borrower, 1)
     world.store(borrower, TENANT, "ab", first=1)

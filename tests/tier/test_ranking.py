@@ -58,7 +58,7 @@ def bring_down(world: World, worker: SimWorker, tenant: str, path: str, first: i
 
 def held(world: World, tier: TierName, tenant: str = ADA) -> set[str]:
     """The paths of a tenant's pages in a tier, of those that the tests use."""
-    infos = world.node.pages(tenant_of(tenant), tier, 10**9, world.now)
+    infos = world.node.admin.pages(tenant_of(tenant), tier, 10**9, world.now)
     keys = {bytes.fromhex(info.key) for info in infos}
     paths = [letter * n for letter in "abcdefgh" for n in range(1, 12)]
     found = {path for path in paths if key_of(tenant, path) in keys}
@@ -68,7 +68,7 @@ def held(world: World, tier: TierName, tenant: str = ADA) -> set[str]:
 
 def pages_of(world: World, tenant: str) -> list[Page]:
     """What the node knows of a tenant's pages, the head first."""
-    pages = [page for page in world.node._pages.values() if page.envelope.tenant == tenant_of(tenant)]
+    pages = [page for page in world.node.tables.pages.values() if page.envelope.tenant == tenant_of(tenant)]
     return sorted(pages, key=lambda page: page.envelope.depth)
 
 
@@ -189,10 +189,10 @@ def test_a_page_of_a_stream_is_ranked_by_its_own_depth_and_what_lies_behind_it()
     window = [keys[0], *keys[6:10]]  # the last one isn't here
     world.say(worker, Finished("r", [window], 1, 8, 0, 0, 0, False, False, 0.0, 0.0, 0.0))
 
-    policy = world.node._policy
+    policy = world.node.tables.policy
     assert isinstance(policy, Rvi)
-    rows = [page.row for key in window[:-1] for page in world.node._named(key)]
-    rows.append(world.node._histories.elsewhere(keys[9], 0, 1, 1, world.now) or 0)
+    rows = [page.row for key in window[:-1] for page in world.node.tables.named(key)]
+    rows.append(world.node.tables.histories.elsewhere(keys[9], 0, 1, 1, world.now) or 0)
     assert policy._depth[rows].tolist() == [0, 6, 7, 8, 9]
     assert policy._behind[rows].tolist() == [9, 3, 2, 1, 0]
 
@@ -257,7 +257,7 @@ def test_what_is_a_little_quicker_to_load_than_to_compute_is_written(share: floa
     world.locate(worker, "r", ADA, "a")
     world.now += 0.01
     world.settle()  # so L4 is measured
-    load_s = world.node._ssd_load_s(SLOT_BYTES)
+    load_s = world.node.in_flight.ssd_load_s(SLOT_BYTES)
 
     world.finished(worker, ADA, "a", costs=(share * load_s, 1e12))
     bring_down(world, worker, ADA, "b")

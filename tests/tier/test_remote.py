@@ -79,7 +79,7 @@ def fetches(exchange: SimWorker) -> list[Fetch]:
 
 def tried(world: World, node_id: str = "n1") -> None:
     """A node was tried just now, and it is not known yet how fast it is."""
-    peer = world.node._fetches.peer(node_id)
+    peer = world.node.in_flight.fetches.peer(node_id)
     assert peer is not None
     peer.speed.tries(world.now)
 
@@ -368,7 +368,7 @@ def test_what_a_worker_has_taken_up_alone_is_spare_below_it_where_pages_are_demo
 
     world.settle()
 
-    pages = [world.node._pages[key, BF16] for key in chain_keys(TENANT, "abc")]
+    pages = [world.node.tables.pages[key, BF16] for key in chain_keys(TENANT, "abc")]
     assert [(page.shared, page.above is not None) for page in pages] == [
         (True, False),
         (False, True),
@@ -694,7 +694,7 @@ def test_a_fetched_first_page_says_which_prompt_it_begins() -> None:
     (fetch,) = fetches(exchange)
     world.arrive(exchange, fetch.fetch_id, 2)
 
-    page = world.node._pages[key_of(TENANT, "a"), BF16]
+    page = world.node.tables.pages[key_of(TENANT, "a"), BF16]
     assert page.content == b"c" * 16
     world.settle()
 
@@ -758,7 +758,7 @@ def test_an_exchange_reads_pages_of_any_shape_and_uses_none() -> None:
     assert len(world.locate(exchange, "r", TENANT, "ab", chains=[chain]).host) == 2
     world.copied(exchange, "r", [0, 1])
 
-    used = {page.variant: page.idle_s for page in world.node.pages(None, TierName.HOST, 10, world.now)}
+    used = {page.variant: page.idle_s for page in world.node.admin.pages(None, TierName.HOST, 10, world.now)}
     assert used == {FP8: 0.0, INT4C: 10.0}
     counted = world.node.snapshot()
     assert counted.fetches.served_pages == 2 and not counted.tiers[TierName.HOST].loads_s
@@ -766,7 +766,7 @@ def test_an_exchange_reads_pages_of_any_shape_and_uses_none() -> None:
     for who, shared in ((worker, False), (other, True)):
         world.locate(who, "r", TENANT, "ab", chains=[chain_of(chain_keys(TENANT, "ab"), variant=FP8)])
         world.copied(who, "r", [0, 1])
-        assert [world.node._pages[key, FP8].shared for key in chain_keys(TENANT, "ab")] == [shared] * 2
+        assert [world.node.tables.pages[key, FP8].shared for key in chain_keys(TENANT, "ab")] == [shared] * 2
     assert_nothing_leaks(world)
 
 
@@ -908,7 +908,9 @@ def test_what_was_recovered_is_in_what_the_tiers_hold_and_is_not_told() -> None:
 
     commands = after.node.handle(Drain(), after.now)
 
-    assert set(after.node.holds()[TierName.SSD]) == set(chain_keys(TENANT, "abc")) and not holds(commands)
+    assert set(after.node.admin.holds()[TierName.SSD]) == set(chain_keys(TENANT, "abc")) and not holds(
+        commands
+    )
 
 
 def test_without_a_directory_nothing_is_told() -> None:
@@ -929,4 +931,4 @@ def test_without_a_directory_nothing_is_told() -> None:
         if isinstance(c, Send)
     ]
     commands += node.handle(FromWorker(ref, Stored([stored_page(granted[0].grants[0], TENANT, "a")])), 0.0)  # type: ignore[union-attr]
-    assert not holds(commands) and node.holds()[TierName.HOST] == [key_of(TENANT, "a")]
+    assert not holds(commands) and node.admin.holds()[TierName.HOST] == [key_of(TENANT, "a")]

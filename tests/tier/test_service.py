@@ -254,14 +254,14 @@ def test_a_long_listing_asks_the_loop_for_a_few_pages_at_a_time(
         settle(service)
         whole = {(info.key, info.tier) for info in service.pages()}
         looked_at: list[int] = []
-        look = service._coordinator.pages
+        look = service._coordinator.admin.pages
 
         def count(tenant: Any, tier: Any, limit: int, now: float, among: Any) -> Any:
             looked_at.append(len(among))
             return look(tenant, tier, limit, now, among)
 
         monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
-        monkeypatch.setattr(service._coordinator, "pages", count)
+        monkeypatch.setattr(service._coordinator.admin, "pages", count)
 
         assert {(info.key, info.tier) for info in service.pages()} == whole
         assert max(looked_at) == 3
@@ -288,7 +288,7 @@ def test_what_the_tiers_hold_is_asked_for_a_few_pages_at_a_time_and_told_of_whol
         keys = peer.store(0, 12)
         settle(service)
         looked_at: list[int] = []
-        look = service._coordinator.holds
+        look = service._coordinator.admin.holds
 
         def count(among: Any) -> Any:
             looked_at.append(len(among))
@@ -300,7 +300,7 @@ def test_what_the_tiers_hold_is_asked_for_a_few_pages_at_a_time_and_told_of_whol
             return look(among)
 
         monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
-        monkeypatch.setattr(service._coordinator, "holds", count)
+        monkeypatch.setattr(service._coordinator.admin, "holds", count)
         changed.clear()
 
         held = set(service.holds()[TierName.HOST])
@@ -372,7 +372,7 @@ def test_questions_are_answered_while_l4_is_recovered_and_workers_are_heard_when
         if not seen:
             is_asked.wait(30.0)
             wait_until(lambda: len(service._inbox) == 2)  # pages and idle; holds comes behind the recovery
-        seen.append(len(service._coordinator.page_ids()))
+        seen.append(len(service._coordinator.admin.page_ids()))
         answer(service)
 
     monkeypatch.setattr(CacheService, "_answer_those_that_look", between)
@@ -1047,7 +1047,7 @@ def test_a_node_serves_on_while_its_state_is_written_and_that_is_the_state_as_it
     with opened(tmp_path / "x.kvrec") as reader:
         node = checkpoint.load(reader.state(), NODE.modules)
         node.check()
-        assert len(node.page_ids()) == 2 and not {key for key, _ in node.page_ids()} & {*keys}
+        assert len(node.admin.page_ids()) == 2 and not {key for key, _ in node.admin.page_ids()} & {*keys}
     with opened(tmp_path / "x.kvrec") as reader:
         verdict = rerun(reader, NODE)
     assert verdict.difference is None and verdict.events > 5

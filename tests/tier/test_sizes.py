@@ -241,7 +241,7 @@ def test_a_page_stored_again_in_another_size_takes_the_place_of_the_old_one() ->
     world.say(worker, Stored([page]))
 
     world.finish_all()
-    (info,) = world.node.pages(None, TierName.HOST, 9, world.now)
+    (info,) = world.node.admin.pages(None, TierName.HOST, 9, world.now)
     assert (info.key, info.nbytes) == (key.hex(), SIZES[SMALL])
     assert [e.slot_bytes for e in world.catalogue.values()] == [slot_bytes(SIZES[SMALL])]
 

@@ -175,4 +175,4 @@ def test_workers_of_the_service_of_replay_and_of_the_simulation_say_hello_alike(
 
 def hellos(coordinator: Coordinator) -> list[Hello]:
     """What the node's decode workers said first."""
-    return [worker.hello for worker in coordinator._workers.values() if not worker.is_exchange]
+    return [worker.hello for worker in coordinator.tables.workers.values() if not worker.is_exchange]

@@ -239,12 +239,12 @@ class CacheService:
     def pages_of(self, keys: Iterable[bytes]) -> list[PageInfo]:
         """All copies of the pages of these keys."""
         wanted = tuple(keys)
-        return self._ask(lambda: self._coordinator.pages_of(wanted, time.monotonic()))
+        return self._ask(lambda: self._coordinator.admin.pages_of(wanted, time.monotonic()))
 
     def held(self, keys: Sequence[bytes]) -> list[HeldKeys]:
         """Of which of these keys a whole copy is here, by tier and variant."""
         wanted = list(keys)
-        return self._ask(lambda: self._coordinator.held(wanted))
+        return self._ask(lambda: self._coordinator.admin.held(wanted))
 
     def keys_with(self, heads: Sequence[str], limit: int) -> list[list[bytes]]:
         """For each head, hex digits in lower case, at most `limit` keys of pages here that begin with it.
@@ -262,12 +262,12 @@ class CacheService:
         return snapshot
 
     def _page_ids(self, most: int | None) -> list[PageId]:
-        return self._coordinator.page_ids(most)
+        return self._coordinator.admin.page_ids(most)
 
     def _pages_among(
         self, tenant: bytes | None, tier: TierName | None, limit: int, among: Sequence[PageId]
     ) -> list[PageInfo]:
-        return self._coordinator.pages(tenant, tier, limit, time.monotonic(), among)
+        return self._coordinator.admin.pages(tenant, tier, limit, time.monotonic(), among)
 
     def holds(self) -> dict[TierName, list[bytes]]:
         """Keys of the pages that each tier holds, those aside that were made from others in another format.
@@ -279,7 +279,7 @@ class CacheService:
         }
         for part in self._in_parts(
             self._ask(partial(self._page_ids, None), only_looks=False),  # all that was recovered
-            lambda ids: [self._ask(partial(self._coordinator.holds, ids))],
+            lambda ids: [self._ask(partial(self._coordinator.admin.holds, ids))],
         ):
             for tier, keys in part.items():
                 held[tier].extend(keys)
@@ -339,7 +339,7 @@ class CacheService:
 
     def clears(self) -> list[tuple[bytes, int]]:
         """The clear epochs that what is here has been cleared by, as clears.Clears has them."""
-        return self._ask(lambda: self._coordinator.clears())
+        return self._ask(lambda: self._coordinator.admin.clears())
 
     def know(self, told: Sequence[tuple[bytes, int]]) -> None:
         """Apply the clears that are told and were missed here; from then on what is here may be looked up."""
@@ -355,7 +355,9 @@ class CacheService:
         ids = self._ask(partial(self._page_ids, None), only_looks=False)
         if tenant is None:
             return ids
-        return self._in_parts(ids, lambda part: self._ask(lambda: self._coordinator.ids_of(tenant, part)))
+        return self._in_parts(
+            ids, lambda part: self._ask(lambda: self._coordinator.admin.ids_of(tenant, part))
+        )
 
     def verify(
         self, keys: Iterable[bytes] | None = None, timeout_s: float | None = None

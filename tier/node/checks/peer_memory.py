@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from kvtier.tier.node.state.holders import Holders
+from kvtier.tier.node.state.peer_frames import PeerFrames
 from kvtier.tier.node.state.records import Kind, Page, PeerCopy, PeerFrame, Worker, kind_of
-from kvtier.tier.node.state.worth import RankedState
+from kvtier.tier.node.state.tables import NodeTables
 
 
-class CheckedFrames(RankedState):
-    """A RankedState that can tell whether its tables of L2 agree."""
+class PeerInvariants:
+    """Whether the tables of L2 agree."""
+
+    def __init__(self, tables: NodeTables, holders: Holders, frames: PeerFrames) -> None:
+        self._tables, self._holders, self._frames = tables, holders, frames
 
     def _check_peers(self) -> None:
         """A lent frame is free, granted, or has a page in it that is in L3 or L4 too; what is read is there."""
-        frames = list(self._lent_frames())
-        assert len(frames) == self._num_lent <= self.limits.lent_frames
-        assert self._lent_bytes == sum(frame.nbytes for frame in frames)
-        assert self._frames_of_size == Counter(frame.nbytes for frame in frames)
-        assert self._peer_used_bytes == sum(
+        frames = list(self._frames._lent_frames())
+        assert len(frames) == self._frames._num_lent <= self._tables.limits.lent_frames
+        assert self._frames.lent_bytes == sum(frame.nbytes for frame in frames)
+        assert self._frames.frames_of_size == Counter(frame.nbytes for frame in frames)
+        assert self._frames.peer_used_bytes == sum(
             frame.nbytes for frame in frames if frame.holder is not None or frame.copy is not None
         )
-        lenders = [w for w in self._live() if w.hello.arena_bytes > 0 and not w.is_exchange]
-        assert self._lenders == {worker.hello.incarnation: worker for worker in lenders}
+        lenders = [w for w in self._tables.live() if w.hello.arena_bytes > 0 and not w.is_exchange]
+        assert self._frames.lenders == {worker.hello.incarnation: worker for worker in lenders}
         free: dict[tuple[int, Worker], dict[PeerFrame, None]] = {}
-        for lender in self._live():
+        for lender in self._tables.live():
             assert sorted(lender.lent) == lender.lent_at
             end = 0
             for offset in lender.lent_at:
@@ -35,17 +40,17 @@ class CheckedFrames(RankedState):
                 if frame.holder is None and frame.copy is None:
                     free.setdefault((frame.nbytes, lender), {})[frame] = None
             assert end <= lender.hello.arena_bytes
-        assert free == self._free_frames
-        borrowed = [(worker, frame) for worker in self._live() for frame in worker.borrowed.values()]
+        assert free == self._frames._free_frames
+        borrowed = [(worker, frame) for worker in self._tables.live() for frame in worker.borrowed.values()]
         assert {frame: worker for worker, frame in borrowed} == {f: f.holder for f in frames if f.holder}
-        for worker in self._live():
+        for worker in self._tables.live():
             assert +worker.borrowed_sizes == Counter(frame.nbytes for frame in worker.borrowed.values())
-            assert worker.unopened <= self._lenders.keys()
+            assert worker.unopened <= self._frames.lenders.keys()
         self._check_peer_copies(frames)
-        for (worker, payload_bytes), count in self._frame_wants.items():
-            assert count > 0 and not worker.fenced and self._workers[worker.ref] is worker
+        for (worker, payload_bytes), count in self._frames.frame_wants.items():
+            assert count > 0 and not worker.fenced and self._tables.workers[worker.ref] is worker
             assert payload_bytes in worker.hello.payloads.values()
-        assert not self._reclaimed
+        assert not self._frames.reclaimed
 
     def _check_frame(self, frame: PeerFrame) -> None:
         grant, copy = frame.grant, frame.copy
@@ -53,7 +58,7 @@ class CheckedFrames(RankedState):
         if frame.holder is None and copy is None:
             assert grant is None and not frame.is_leaving, "a frame that its lender wants back is kept"
             return
-        assert grant is not None and grant.generation <= self._frame_generation
+        assert grant is not None and grant.generation <= self._frames._frame_generation
         assert (grant.lender, grant.offset) == (frame.lender.hello.incarnation, frame.offset)
         assert frame.lender is not frame.holder and grant.payload_bytes <= frame.nbytes
         if frame.holder is not None:
@@ -66,23 +71,23 @@ class CheckedFrames(RankedState):
     def _check_peer_copies(self, frames: list[PeerFrame]) -> None:
         copies = {frame.copy for frame in frames if frame.copy is not None}
         readers: Counter[PeerCopy] = Counter()
-        for worker in self._live():
+        for worker in self._tables.live():
             for request in worker.requests.values():
                 readers.update(request.peer_leases.values())
         assert readers.keys() <= copies, "a reader of what is in no frame"
         assert all(copy.readers == readers[copy] for copy in copies), "readers miscounted"
-        pages = [page for page in self._pages.values() if page.peer is not None]
+        pages = [page for page in self._tables.pages.values() if page.peer is not None]
         assert {page.peer for page in pages} == {copy for copy in copies if copy.page.peer is copy}
-        for page in self._pages.values():
+        for page in self._tables.pages.values():
             if page.peer is None:
                 assert page.peer_order is None
                 continue
-            order = self._peer_orders.get((page.peer.frame.nbytes, page.peer.frame.lender))
+            order = self._frames._peer_orders.get((page.peer.frame.nbytes, page.peer.frame.lender))
             assert page.peer_order is None or (page.peer_order is order and page in page.peer_order)
             assert page.peer_order or page.peer.readers, "a copy in L2 that can't be evicted"
-        listed = sum(len(order) for order in self._peer_orders.values())
+        listed = sum(len(order) for order in self._frames._peer_orders.values())
         assert listed == sum(page.peer_order is not None for page in pages)
-        assert self._peer_holds.keys == kinds_by_key(pages)
+        assert self._holders.peer_holds.keys == kinds_by_key(pages)
 
 
 def kinds_by_key(pages: Iterable[Page]) -> Counter[frozenset[Kind]]:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvtier.tier.node.admin import Verbs
 from kvtier.tier.node.lookup import Hit, Lookup, Sources
 from kvtier.tier.node.remote.sources import L4, Compute, Plan, Prices, Refused, Run, Way, cheapest
 from kvtier.tier.node.state.fetches import Peer
+from kvtier.tier.node.state.in_flight import InFlight
+from kvtier.tier.node.state.peer_frames import PeerFrames
 from kvtier.tier.node.state.records import Page, Worker
+from kvtier.tier.node.state.tables import NodeTables
 from kvtier.tier.protocol.messages import Locate, Missing, Remote
 
 MAX_SOURCES = 4  # nodes that one Locate weighs; hints name the best first, and a few are enough
@@ -48,10 +50,13 @@ class _Row:
         return self.runs[-1].end if self.runs else self.first
 
 
-class Pricing(Verbs):
-    """The part of the coordinator that chooses where pages come from, by what was measured."""
+class Pricing:
+    """Chooses where the pages of a lookup come from, by what was measured."""
 
-    def _cheapest(self, worker: Worker, message: Locate, lookup: Lookup) -> tuple[Hit, Missing | None]:
+    def __init__(self, tables: NodeTables, in_flight: InFlight, frames: PeerFrames) -> None:
+        self._tables, self._in_flight, self._frames = tables, in_flight, frames
+
+    def cheapest(self, worker: Worker, message: Locate, lookup: Lookup) -> tuple[Hit, Missing | None]:
         """The prefix of a simple chain that is there soonest; why it is no longer, unless nobody has more."""
         first, offers = message.first_page, self._offers(worker, message, lookup)
         row = self._row(worker, message, lookup, offers)
@@ -60,9 +65,9 @@ class Pricing(Verbs):
         prices = Prices(
             self._ways(offers, payload_bytes),
             compute,
-            self._copy_time.byte_s * payload_bytes,
+            self._in_flight.copy_time.byte_s * payload_bytes,
             max(1, COPIED_LAST_BYTES // max(1, payload_bytes)),
-            self.limits.fetch_queue - self._fetches.queued,
+            self._tables.limits.fetch_queue - self._in_flight.fetches.queued,
             message.patience_s or inf,
             message.busy_s,
         )
@@ -73,7 +78,10 @@ class Pricing(Verbs):
         if plan.refused is not None and hit.pages < row.end:
             why = "costlier", self._why_costlier(plan.refused, offers)
         elif plan.is_full:
-            why = "no_room", f"{self._fetches.queued} pages wait to be fetched from other nodes already"
+            why = (
+                "no_room",
+                f"{self._in_flight.fetches.queued} pages wait to be fetched from other nodes already",
+            )
         elif why is None and hit.pages < lookup.end:
             why = offers.refusal
         return hit, None if why is None else Missing(hit.pages, *why)
@@ -84,34 +92,40 @@ class Pricing(Verbs):
         """The nodes that a Locate may have pages fetched from."""
         offers = _Offers()
         is_known = message.chains[0].spec_digest in worker.hello.payloads
-        if self._exchange is None or worker.is_exchange or not is_known:
+        if self._tables.exchange is None or worker.is_exchange or not is_known:
             return offers
         for remote in message.remotes:
-            if remote.node_id == self.node_id or remote.pages <= message.first_page:
+            if remote.node_id == self._tables.node_id or remote.pages <= message.first_page:
                 continue
             if len(offers.remotes) == MAX_SOURCES or remote.node_id in (r.node_id for r in offers.remotes):
                 continue
-            if self._is_exchange_late():
+            if self.is_exchange_late():
                 offers.refusal = "deadline", LATE
                 return offers
-            peer = self._fetches.peer(remote.node_id, keep=offers.peers)
+            peer = self._in_flight.fetches.peer(remote.node_id, keep=offers.peers)
             if peer is None:
-                offers.refusal = "no_room", f"{self.limits.peers} nodes are being fetched from already"
+                offers.refusal = (
+                    "no_room",
+                    f"{self._tables.limits.peers} nodes are being fetched from already",
+                )
                 continue
             offers.remotes.append(remote)
             offers.peers.append(peer)
         return offers
 
-    def _is_exchange_late(self) -> bool:
+    def is_exchange_late(self) -> bool:
         """It should have ended one of its fetches by now, whether anybody waits for it or not."""
         return any(
-            self._now > fetch.late_at and fetch.exchange is self._exchange
-            for fetch in self._fetches.running.values()
+            self._tables.now > fetch.late_at and fetch.exchange is self._tables.exchange
+            for fetch in self._in_flight.fetches.running.values()
         )
 
     def _row(self, worker: Worker, message: Locate, lookup: Lookup, offers: _Offers) -> _Row:
         chain, first = message.chains[0], message.first_page
-        coming, names = self._fetches.coming, {peer.node_id: n for n, peer in enumerate(offers.peers, L4 + 1)}
+        coming, names = (
+            self._in_flight.fetches.coming,
+            {peer.node_id: n for n, peer in enumerate(offers.peers, L4 + 1)},
+        )
         reach = max((remote.pages for remote in offers.remotes), default=0)
         pages = lookup.row(reach)
         runs: list[Run] = []
@@ -134,7 +148,7 @@ class Pricing(Verbs):
                     return _Row(first, pages[: at - first], runs, why)
                 if load.node_id not in names:
                     names[load.node_id] = L4 + 1 + len(offers.peers)
-                    offers.peers.append(self._fetches.peers[load.node_id])
+                    offers.peers.append(self._in_flight.fetches.peers[load.node_id])
                 ways, is_coming = (names[load.node_id],), True
             if runs and (runs[-1].ways, runs[-1].is_coming) == (ways, is_coming):
                 runs[-1] = Run(at + 1, ways, is_coming)
@@ -151,25 +165,27 @@ class Pricing(Verbs):
 
     def _ways(self, offers: _Offers, payload_bytes: int) -> list[Way]:
         """L4, then the nodes, behind what is asked of each already."""
-        bytes_s = self._bandwidth.at(self._now)
+        bytes_s = self._in_flight.bandwidth.at(self._tables.now)
         ways = [Way(self._bytes_ahead() / bytes_s, payload_bytes / bytes_s)]
         for peer in offers.peers:
             start_s = peer.speed.load_s(peer.ahead_bytes)
-            ways.append(Way(start_s, payload_bytes * peer.speed.byte_s, peer.is_doubtful(self._now)))
+            ways.append(Way(start_s, payload_bytes * peer.speed.byte_s, peer.is_doubtful(self._tables.now)))
         return ways
 
     def _bytes_ahead(self) -> int:
         """Payloads that are to be read from L4 before what is asked for now."""
-        return self._queued_bytes + sum(load.page.envelope.payload_bytes for load in self._reads.values())
+        return self._in_flight.queued_bytes + sum(
+            load.page.envelope.payload_bytes for load in self._in_flight.reads.values()
+        )
 
-    def _costlier(self, pages: Sequence[Page], compute_s: float) -> str | None:
+    def costlier(self, pages: Sequence[Page], compute_s: float) -> str | None:
         """Whether loading pages from L4 takes longer than computing, in a sentence; else None."""
         nbytes = sum(page.envelope.payload_bytes for page in pages if page.load is None)
-        load_s = (self._bytes_ahead() + nbytes) / self._bandwidth.at(self._now)
+        load_s = (self._bytes_ahead() + nbytes) / self._in_flight.bandwidth.at(self._tables.now)
         return None if load_s <= compute_s else self._slow_l4(load_s, compute_s)
 
     def _slow_l4(self, load_s: float, compute_s: float) -> str:
-        ahead = len(self._queue) + len(self._reads)
+        ahead = len(self._in_flight.queue) + len(self._in_flight.reads)
         return (
             f"loading from L4 would take {load_s * 1e3:.1f} ms ({ahead} pages ahead), "
             f"computing {compute_s * 1e3:.1f} ms"
@@ -210,16 +226,18 @@ class Pricing(Verbs):
 
     def _is_resident(self, worker: Worker, page: Page) -> bool:
         """It is in L3, or in L2 where this worker can read it."""
-        return page.host is not None or self._peer_copy_for(worker, page) is not None
+        return page.host is not None or self._frames.copy_for(worker, page) is not None
 
     def _try_one(self, hit: Hit, worker: Worker, row: _Row, offers: _Offers, compute: Compute) -> None:
         """Add one Fetch of a node, whatever that takes, where nothing else tells how fast the node is."""
-        most = min(self.limits.fetch_pages, self.limits.fetch_queue - self._fetches.queued)
+        most = min(
+            self._tables.limits.fetch_pages, self._tables.limits.fetch_queue - self._in_flight.fetches.queued
+        )
         for way, (remote, peer) in enumerate(zip(offers.remotes, offers.peers, strict=False), L4 + 1):
             end = min(remote.pages, row.end, hit.pages + most)
             compute_s = compute.between(hit.pages, end)
-            if end > hit.pages and peer.is_idle and peer.speed.may_try(compute_s, self._now):
-                peer.speed.tries(self._now)
+            if end > hit.pages and peer.is_idle and peer.speed.may_try(compute_s, self._tables.now):
+                peer.speed.tries(self._tables.now)
                 self._extend(hit, worker, row, end, way, offers)
                 return
 

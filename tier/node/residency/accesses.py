@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvtier.tier.node.residency.demotion import Sinking
+from kvtier.tier.node.residency.residency import Residency
+from kvtier.tier.node.state.eviction import Eviction
 from kvtier.tier.node.state.records import Page, Worker
+from kvtier.tier.node.state.tables import NodeTables
 from kvtier.tier.policy.base import Costs, Kind, Row, Use
 from kvtier.tier.protocol.messages import Finished
 
@@ -21,12 +23,15 @@ class UsedChain(NamedTuple):
     pages: int  # behind the last one there is none
 
 
-class Uses(Sinking):
-    """The part of the coordinator that tells the policy of uses."""
+class Accesses:
+    """Tells the policy which pages a request used."""
 
-    def _end_use(self, worker: Worker, message: Finished) -> None:
+    def __init__(self, tables: NodeTables, eviction: Eviction, residency: Residency) -> None:
+        self._tables, self._eviction, self._residency = tables, eviction, residency
+
+    def end_use(self, worker: Worker, message: Finished) -> None:
         if message.page_s > 0:
-            self._policy.costs = Costs(message.page_s, message.double_pages)
+            self._tables.policy.costs = Costs(message.page_s, message.double_pages)
         chains = [self._used_chain(worker, keys) for keys in message.keys]
         use = Use(
             max((chain.pages for chain in chains), default=0),
@@ -39,15 +44,15 @@ class Uses(Sinking):
             message.open,
         )
         for chain in chains:
-            self._let_go(worker, chain, use, self._now - message.seconds)
+            self._let_go(worker, chain, use, self._tables.now - message.seconds)
         if message.keys:
             # As numbers, which have the same hash in every process.
-            self._policy.observe(
-                [int.from_bytes(key[:7], "little") for key in message.keys[0]], use, self._now
+            self._tables.policy.observe(
+                [int.from_bytes(key[:7], "little") for key in message.keys[0]], use, self._tables.now
             )
-        self._redraw()
-        if len(self._touched) >= self.limits.persist_every:
-            self._persist_uses()
+        self._eviction.redraw()
+        if len(self._residency.touched) >= self._tables.limits.persist_every:
+            self._residency.persist_uses()
 
     def _used_chain(self, worker: Worker, keys: list[bytes]) -> UsedChain:
         """What is here of a chain: pages that this worker can have used, of one tenant."""
@@ -57,7 +62,7 @@ class Uses(Sinking):
         for key in keys:
             pages = [
                 page
-                for page in self._named(key)
+                for page in self._tables.named(key)
                 if tenant in (None, page.envelope.tenant)
                 and payloads.get(page.envelope.spec_digest) == page.envelope.payload_bytes
             ]
@@ -75,22 +80,22 @@ class Uses(Sinking):
         behind: list[int] = []
         for key, pages, depth in zip(chain.keys, chain.here, chain.depths, strict=True):
             used = [self._used(page, use) for page in pages]
-            if not used and depth is not None and not self._named(key):
-                row = self._histories.elsewhere(key, depth, nbytes, use.new_pages, self._now)
+            if not used and depth is not None and not self._tables.named(key):
+                row = self._tables.histories.elsewhere(key, depth, nbytes, use.new_pages, self._tables.now)
                 used = [] if row is None else [row]
             if depth is not None:
                 rows += used
                 behind += [max(0, chain.pages - 1 - depth)] * len(used)
-        self._histories.end(rows, behind, use, began, self._now)
+        self._tables.histories.end(rows, behind, use, began, self._tables.now)
 
     def _used(self, page: Page, use: Use) -> Row:
         """A page has been used by a request; its row."""
-        page.last_use = self._now
+        page.last_use = self._tables.now
         if page.ssd is not None:
-            self._touched[page] = None
-        self._stay(page)
-        if self._histories.is_new(page.row):
-            self._renew(page, use.new_pages)
+            self._residency.touched[page] = None
+        self._eviction.stay(page)
+        if self._tables.histories.is_new(page.row):
+            self._eviction.renew(page, use.new_pages)
         else:
             page.uses += 1
         return page.row

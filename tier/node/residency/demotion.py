@@ -6,10 +6,15 @@ pages that may go at once. What is worth less than all that L4 holds is dropped 
 
 from __future__ import annotations
 
-from kvtier.tier.node.residency.l3_room import HostRoom
+from kvtier.tier.node.residency.residency import Residency
+from kvtier.tier.node.state.eviction import Eviction
+from kvtier.tier.node.state.holders import Holders
+from kvtier.tier.node.state.in_flight import InFlight
+from kvtier.tier.node.state.outbox import Outbox
 from kvtier.tier.node.state.ranking import Order
 from kvtier.tier.node.state.records import HostRank, Leaving, Page, SsdCopy, SsdRank, Write
 from kvtier.tier.node.state.shares import UNLIMITED
+from kvtier.tier.node.state.tables import NodeTables
 from kvtier.tier.pages.page import TierName
 from kvtier.tier.protocol.events import Failure, WritePage
 from kvtier.tier.stores.base import CatalogueEntry, Place
@@ -21,21 +26,38 @@ RETIRED_S = 60.0  # before a segment that the disk had no room for is tried agai
 SPARE = (SsdRank.SPENT, SsdRank.SPARE)
 
 
-class Sinking(HostRoom):
-    """The part of the coordinator that moves pages from L3 to L4, and evicts from L4."""
+class Demotion:
+    """Moves pages from L3 to L4, and evicts from L4."""
+
+    def __init__(
+        self,
+        tables: NodeTables,
+        out: Outbox,
+        holders: Holders,
+        in_flight: InFlight,
+        eviction: Eviction,
+        residency: Residency,
+    ) -> None:
+        self._tables, self._out, self._holders = tables, out, holders
+        self._in_flight, self._eviction, self._residency = in_flight, eviction, residency
+        self._ssd_failing = False
+        self._ssd_emptying: int | None = None  # a segment whose pages leave in parts, for another size
+        self._ssd_restored_at = 0.0  # when segments that the disk had no room for are tried again
 
     # ---- whose turn it is --------------------------------------------------------------------------------------
 
-    def _pump_sinking(self) -> bool:
+    def pump_sinking(self) -> bool:
         """Let as many pages begin to leave as there must be slots to come; whether any did."""
-        if not self._demotes or self._quiesced:
+        if not self._tables.demotes or self._tables.quiesced:
             return False
         begun = False
-        for owner in self._shares.over(TierName.HOST):
+        for owner in self._tables.shares.over(TierName.HOST):
             self._sink_excess(owner)
-        for size in self._order_sizes:
-            groups = self._orders_at(size)
-            wanted = max(1, self._slots.used_slots(size) // READY_SHARE) - self._slots.free_slots(size)
+        for size in self._eviction.order_sizes:
+            groups = self._eviction.orders_at(size)
+            wanted = max(
+                1, self._tables.slots.used_slots(size) // READY_SHARE
+            ) - self._tables.slots.free_slots(size)
             ready = sum(map(_num_ready, groups)) if wanted > 0 else 0
             while wanted > ready and self._sink_lowest(groups):
                 ready += 1
@@ -44,8 +66,12 @@ class Sinking(HostRoom):
 
     def _sink_excess(self, owner: bytes) -> None:
         """Let as much of an owner's pages begin to leave as it is over its share."""
-        sizes = {size: orders for size in self._order_sizes for orders in self._orders_at(size, [owner])}
-        excess = self._shares.excess(TierName.HOST, owner)
+        sizes = {
+            size: orders
+            for size in self._eviction.order_sizes
+            for orders in self._eviction.orders_at(size, [owner])
+        }
+        excess = self._tables.shares.excess(TierName.HOST, owner)
         while excess > sum(size * _num_ready(orders) for size, orders in sizes.items()):
             if not self._sink_lowest(list(sizes.values())):
                 return
@@ -57,103 +83,106 @@ class Sinking(HostRoom):
         """
         leaf = self._lowest_staying(groups, HostRank.LEAF)
         inner = self._lowest_staying(groups, HostRank.INNER)
-        if leaf is not None and inner is not None and not self._sinks(inner):
+        if leaf is not None and inner is not None and not self._tables.sinks(inner):
             inner = None
-        page = self._lowest([page for page in (leaf, inner) if page is not None])
+        page = self._eviction.lowest([page for page in (leaf, inner) if page is not None])
         if page is None:
             return False
-        self._leave(page)
+        self._residency.leave(page)
         return True
 
     def _lowest_staying(self, groups: list[list[Order[Page]]], rank: HostRank) -> Page | None:
-        pages = [self._host_victim(orders[rank]) for orders in groups if orders[rank].members]
-        return self._lowest([page for page in pages if page is not None])
+        pages = [self._eviction.host_victim(orders[rank]) for orders in groups if orders[rank].members]
+        return self._eviction.lowest([page for page in pages if page is not None])
 
     # ---- writes ------------------------------------------------------------------------------------------------
 
-    def _pump_writes(self) -> None:
-        while self._to_write and len(self._writes) < self.limits.writes:
+    def pump_writes(self) -> None:
+        while self._in_flight.to_write and len(self._in_flight.writes) < self._tables.limits.writes:
             # A page whose former life is still being written waits: its record must be the later one.
-            page = next((p for p in self._to_write if p.id not in self._writing), None)
-            if page is None or (self._writes and self._write_bytes + page.slot_bytes > self.max_write_bytes):
+            page = next((p for p in self._in_flight.to_write if p.id not in self._in_flight.writing), None)
+            if page is None or (
+                self._in_flight.writes
+                and self._in_flight.write_bytes + page.slot_bytes > self._in_flight.max_write_bytes
+            ):
                 return
             place = self._ssd_place(page)
             busy = (
                 self._ssd_emptying is not None
-                or self._leaving
-                or self._reads
-                or self._queue
-                or self._checks
-                or self._writes
+                or self._in_flight.leaving
+                or self._in_flight.reads
+                or self._in_flight.queue
+                or self._in_flight.checks
+                or self._in_flight.writes
             )
-            if page not in self._to_write:
+            if page not in self._in_flight.to_write:
                 continue  # another gave way for it
             if place is None and busy and page.leaving is not Leaving.GOES:
                 return  # room may come when these are done
-            del self._to_write[page]
+            del self._in_flight.to_write[page]
             if place is not None:
                 self._write(page, place)
             elif page.leaving is Leaving.GOES:
                 self._drop_at_once(page)
             else:
-                self._give_up(page)
+                self._residency.give_up(page)
 
     def _write(self, page: Page, place: Place) -> None:
         assert page.host is not None
-        self._ssd_generation += 1
+        self._tables.ssd_generation += 1
         entry = CatalogueEntry(
-            page.host.envelope, place, page.slot_bytes, self._ssd_generation, page.content, page.uses
+            page.host.envelope, place, page.slot_bytes, self._tables.ssd_generation, page.content, page.uses
         )
-        entry.last_use_s = page.last_use + self._wall_offset_s
+        entry.last_use_s = page.last_use + self._tables.wall_offset_s
         page.host.readers += 1
         write = Write(page, page.host, entry)
-        transfer = self._next_transfer()
-        self._writes[transfer] = self._writing[page.id] = write
-        self._write_bytes += page.slot_bytes
-        self._shares.take(TierName.SSD, page.owner, page.slot_bytes)
-        self._write_commands.append(WritePage(transfer, page.host.grant.slot, entry))
+        transfer = self._out.next_transfer()
+        self._in_flight.writes[transfer] = self._in_flight.writing[page.id] = write
+        self._in_flight.write_bytes += page.slot_bytes
+        self._tables.shares.take(TierName.SSD, page.owner, page.slot_bytes)
+        self._out.write_commands.append(WritePage(transfer, page.host.grant.slot, entry))
 
     def _end_write(self, transfer: int) -> Write:
-        write = self._writes.pop(transfer)
-        del self._writing[write.page.id]
-        self._write_bytes -= write.page.slot_bytes
+        write = self._in_flight.writes.pop(transfer)
+        del self._in_flight.writing[write.page.id]
+        self._in_flight.write_bytes -= write.page.slot_bytes
         return write
 
-    def _write_done(self, transfer: int) -> None:
+    def write_done(self, transfer: int) -> None:
         write = self._end_write(transfer)
         page = write.page
-        self._ssd_counters.bytes_in += page.envelope.payload_bytes
-        self._host_counters.bytes_out += page.envelope.payload_bytes
+        self._residency.ssd_counters.bytes_in += page.envelope.payload_bytes
+        self._residency.host_counters.bytes_out += page.envelope.payload_bytes
         self._ssd_failing = False
-        if self._pages.get(page.id) is not page:  # it was dropped meanwhile
-            self._drops.append(page.id)
-            self._free_place(page, write.entry.place, write.wipe)
+        if self._tables.pages.get(page.id) is not page:  # it was dropped meanwhile
+            self._out.drops.append(page.id)
+            self._residency.free_place(page, write.entry.place, write.wipe)
         else:
-            self._ssd_counters.demoted_pages += 1
+            self._residency.ssd_counters.demoted_pages += 1
             page.ssd = SsdCopy(write.entry)
-            self._ssd_at[write.entry.place] = page
-            self._enter(page, TierName.SSD)
-            self._settle(page)
-        self._end_read(write.copy)
+            self._residency.ssd_at[write.entry.place] = page
+            self._holders.enter(page, TierName.SSD)
+            self._eviction.settle(page)
+        self._residency.end_read(write.copy)
 
-    def _write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
+    def write_failed(self, transfer: int, failure: Failure, detail: str) -> None:
         write = self._end_write(transfer)
         if failure == "full":
             self._retire_segment(write.entry.place.segment)
-        self._free_place(write.page, write.entry.place, write.wipe)
+        self._residency.free_place(write.page, write.entry.place, write.wipe)
         if failure == "corrupt":
-            self._drop_corrupt(write.copy, "the write to L4")
+            self._residency.drop_corrupt(write.copy, "the write to L4")
         elif not self._ssd_failing:
             self._ssd_failing = True
             if failure == "full":
-                self._note(
+                self._out.note(
                     f"the disk of L4 has no room for another segment, it goes on with those it has: {detail}"
                 )
             else:
-                self._note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
+                self._out.note(f"L4 takes no writes, pages stay in L3 alone: {detail}")
         if write.page.host is not None:
-            self._give_up(write.page)
-        self._end_read(write.copy)
+            self._residency.give_up(write.page)
+        self._residency.end_read(write.copy)
 
     # ---- room in L4 --------------------------------------------------------------------------------------------
 
@@ -162,10 +191,10 @@ class Sinking(HostRoom):
 
         One that has pages has its room already.
         """
-        assert self._ssd is not None
-        if not any(place in self._ssd_at for place in self._ssd.used_in(segment)):
-            self._ssd.retire(segment)
-            self._ssd_restored_at = self._now + RETIRED_S
+        assert self._tables.ssd is not None
+        if not any(place in self._residency.ssd_at for place in self._tables.ssd.used_in(segment)):
+            self._tables.ssd.retire(segment)
+            self._ssd_restored_at = self._tables.now + RETIRED_S
 
     def _ssd_place(self, page: Page) -> Place | None:
         """A slot of L4 for a page, made free if need be. None where that isn't possible now, or the page gives way.
@@ -173,18 +202,18 @@ class Sinking(HostRoom):
         Slots of other sizes are of no use to it, but for all of a segment: where what leaves first is of other sizes,
         a segment of it goes.
         """
-        assert self._ssd is not None
-        if self._ssd.has_retired and self._now >= self._ssd_restored_at:
-            self._ssd.restore()
+        assert self._tables.ssd is not None
+        if self._tables.ssd.has_retired and self._tables.now >= self._ssd_restored_at:
+            self._tables.ssd.restore()
         if self._ssd_emptying is not None and not self._go_on_emptying(self._ssd_emptying):
             return None
         others = 0  # victims of other sizes
-        for _ in range(self.limits.evictions_per_write):
-            excess = self._shares.excess(TierName.SSD, page.owner, page.slot_bytes)
-            place = None if excess else self._ssd.alloc(page.slot_bytes)
+        for _ in range(self._tables.limits.evictions_per_write):
+            excess = self._tables.shares.excess(TierName.SSD, page.owner, page.slot_bytes)
+            place = None if excess else self._tables.ssd.alloc(page.slot_bytes)
             if place is not None:
                 return place
-            over = [page.owner] if excess else self._shares.over(TierName.SSD)
+            over = [page.owner] if excess else self._tables.shares.over(TierName.SSD)
             victim = self._ssd_victim_of(over)
             if victim is None and not excess:
                 victim = self._ssd_victim_of([UNLIMITED])
@@ -192,7 +221,9 @@ class Sinking(HostRoom):
                 return None
             is_other = not excess and victim.slot_bytes != page.slot_bytes
             others += is_other
-            wants_segment = is_other and (others > OTHERS_TRIED or not self._ssd.segments_of(page.slot_bytes))
+            wants_segment = is_other and (
+                others > OTHERS_TRIED or not self._tables.ssd.segments_of(page.slot_bytes)
+            )
             if wants_segment and self._begin_ssd_emptying(victim):
                 if self._ssd_emptying is not None:
                     return None
@@ -203,46 +234,48 @@ class Sinking(HostRoom):
         return None
 
     def _evict_ssd(self, page: Page) -> None:
-        self._ssd_counters.evicted_pages += 1
-        self._drop_ssd(page)
-        self._lost_if_nowhere(page, "evicted", self._by_policy(page, TierName.SSD))
+        self._residency.ssd_counters.evicted_pages += 1
+        self._residency.drop_ssd(page)
+        self._residency.lost_if_nowhere(page, "evicted", self._tables.by_policy(page, TierName.SSD))
 
     def _begin_ssd_emptying(self, victim: Page) -> bool:
         """All pages of this one's segment leave, so that it may serve another size; False, and none does, unless all may."""
-        assert self._ssd is not None and victim.ssd is not None
+        assert self._tables.ssd is not None and victim.ssd is not None
         segment = victim.ssd.entry.place.segment
-        pages = [self._ssd_at.get(place) for place in self._ssd.used_in(segment)]
+        pages = [self._residency.ssd_at.get(place) for place in self._tables.ssd.used_in(segment)]
         # None: it is being written, or still read after it left
         if any(page is None or page.pinned or page.ssd is None or page.ssd.readers for page in pages):
             return False
-        self._ssd.close(segment)
+        self._tables.ssd.close(segment)
         self._ssd_emptying = segment
         self._go_on_emptying(segment)
         return True
 
     def _go_on_emptying(self, segment: int) -> bool:
         """As many pages of it leave as one event may push out; whether that is over, be it that one is pinned now."""
-        assert self._ssd is not None
+        assert self._tables.ssd is not None
         pages = [
-            page for place in self._ssd.used_in(segment) if (page := self._ssd_at.get(place)) is not None
+            page
+            for place in self._tables.ssd.used_in(segment)
+            if (page := self._residency.ssd_at.get(place)) is not None
         ]
         if any(page.pinned for page in pages):
-            self._ssd.reopen(segment)
+            self._tables.ssd.reopen(segment)
             self._ssd_emptying = None
             return True
         free = [page for page in pages if page.ssd is not None and not page.ssd.readers]
         free.sort(key=lambda page: -page.envelope.depth)  # what is left can be found by its prefix
-        for page in free[: None if self._draining else self.limits.evictions_per_write]:
+        for page in free[: None if self._tables.draining else self._tables.limits.evictions_per_write]:
             self._evict_ssd(page)
-        if not self._ssd.used_in(segment):
+        if not self._tables.ssd.used_in(segment):
             self._ssd_emptying = None
         return self._ssd_emptying is None
 
     def _ssd_victim_of(self, owners: list[bytes]) -> Page | None:
         """What leaves L4 first of what these owners have there."""
-        groups = [self._ssd_orders[owner] for owner in owners if owner in self._ssd_orders]
+        groups = [self._eviction.ssd_orders[owner] for owner in owners if owner in self._eviction.ssd_orders]
         for rank in SsdRank:
-            if groups and (page := self._lowest_ssd(groups, rank)) is not None:
+            if groups and (page := self._eviction.lowest_ssd(groups, rank)) is not None:
                 return page
         return None
 
@@ -254,18 +287,18 @@ class Sinking(HostRoom):
         least = self._least_staying(victim)
         if page.leaving is not Leaving.SINKS or least is None:
             return False
-        bar = self._ssd_value(least)
-        if self._ssd_value(page) > bar:
+        bar = self._eviction.ssd_value(least)
+        if self._eviction.ssd_value(page) > bar:
             return False
-        if page.envelope.key not in self._children:
-            self._give_up(page)
+        if page.envelope.key not in self._tables.children:
+            self._residency.give_up(page)
             return True
-        leaf = self._lowest_staying(self._orders_at(page.slot_bytes, [page.owner]), HostRank.LEAF)
-        if leaf is None or self._ssd_value(leaf) > bar:
+        leaf = self._lowest_staying(self._eviction.orders_at(page.slot_bytes, [page.owner]), HostRank.LEAF)
+        if leaf is None or self._eviction.ssd_value(leaf) > bar:
             return False
-        self._stay(page)
+        self._eviction.stay(page)
         leaf.leaving = Leaving.GOES
-        self._settle(leaf)
+        self._eviction.settle(leaf)
         self._drop_at_once(leaf)
         return True
 
@@ -275,21 +308,21 @@ class Sinking(HostRoom):
         While few copies in L4 are spare, the pages to come will soon have taken the places of those, and then push out
         what is worth least: what is worth less yet isn't written for that while.
         """
-        rank = self._ssd_rank(victim)
+        rank = self._eviction.ssd_rank(victim)
         if rank >= SsdRank.LEAF:
             return victim
-        groups = [self._ssd_orders_of(UNLIMITED)]
+        groups = [self._eviction.ssd_orders_of(UNLIMITED)]
         spare, num_pages = (
             sum(len(orders[r]) for orders in groups for r in ranks) for ranks in (SPARE, SsdRank)
         )
         if rank is not SsdRank.SPARE or spare * SPARE_SHARE > num_pages:
             return None
-        return self._lowest_ssd(groups, SsdRank.LEAF)
+        return self._eviction.lowest_ssd(groups, SsdRank.LEAF)
 
     def _drop_at_once(self, page: Page) -> None:
         """A page goes now, so that the one before it in its chain may."""
         if page.host is not None and not page.host.readers and not page.pinned:
-            self._evict_host(page)
+            self._residency.evict_host(page)
 
 
 def _num_ready(orders: list[Order[Page]]) -> int:

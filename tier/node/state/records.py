@@ -1,4 +1,4 @@
-"""What the coordinator keeps of pages, copies, workers, requests and transfers. Pure data; tier/node/state/cache_state.py owns it."""
+"""What the coordinator keeps of pages, copies, workers, requests and transfers. Pure data."""
 
 from __future__ import annotations
 

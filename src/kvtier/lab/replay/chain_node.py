@@ -131,7 +131,7 @@ class ChainNode:
 
     def numbers(self) -> set[int]:
         """The pages that L3 or L4 holds."""
-        pages = self.coordinator.pages(None, None, 1 << 60, self.now)
+        pages = self.coordinator.admin.pages(None, None, 1 << 60, self.now)
         return {int.from_bytes(bytes.fromhex(page.key), "little") for page in pages}
 
     def check(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtier.tier.node.admin import Verbs
-from kvtier.tier.node.state.peer_frames import STOCK_PARTS, peer_page
+from kvtier.tier.node.residency.residency import Residency
+from kvtier.tier.node.state.outbox import Outbox
+from kvtier.tier.node.state.peer_frames import STOCK_PARTS, PeerFrames, peer_page
 from kvtier.tier.node.state.records import Page, PeerCopy, PeerFrame, Request, Worker
+from kvtier.tier.node.state.tables import NodeTables
 from kvtier.tier.protocol.messages import (
     Arena,
     ArenaGone,
@@ -29,40 +31,44 @@ from kvtier.tier.protocol.messages import (
 )
 
 
-class Lending(Verbs):
-    """The part of the coordinator that hears lenders and borrowers of L2.
+class PeerMemory:
+    """Hears the workers that lend frames of their L1, and those that borrow them: L2.
 
     A frame that its lender wants back goes as soon as nobody uses it: a page in it that nobody reads is dropped at once,
     a grant in a borrower's stock is recalled. What a method returns is what can't be of a message; None when all is well.
     """
 
+    def __init__(self, tables: NodeTables, out: Outbox, frames: PeerFrames, residency: Residency) -> None:
+        self._tables, self._out = tables, out
+        self._frames, self._residency = frames, residency
+
     # ---- lenders -------------------------------------------------------------------------------------------------
 
-    def _meet(self, worker: Worker) -> None:
+    def meet(self, worker: Worker) -> None:
         """A worker came: it may open its peers' arenas, and they its own."""
-        for lender in self._lenders.values():
+        for lender in self._frames.lenders.values():
             self._introduce(lender, worker)
         if worker.hello.arena_bytes > 0:
-            self._lenders[worker.hello.incarnation] = worker
-            for other in self._live():
+            self._frames.lenders[worker.hello.incarnation] = worker
+            for other in self._tables.live():
                 self._introduce(worker, other)
 
     def _introduce(self, lender: Worker, worker: Worker) -> None:
-        if self._may_use(worker, lender):
+        if self._frames.may_use(worker, lender):
             hello = lender.hello
-            self._send(worker, Arena(hello.incarnation, hello.arena_bytes, hello.arena_handle))
+            self._out.send(worker, Arena(hello.incarnation, hello.arena_bytes, hello.arena_handle))
 
-    def _lend(self, worker: Worker, message: Lend) -> str | None:
-        if self._lenders.get(worker.hello.incarnation) is not worker:
+    def lend(self, worker: Worker, message: Lend) -> str | None:
+        if self._frames.lenders.get(worker.hello.incarnation) is not worker:
             return "it lent frames, and its Hello named no arena"
         for frame in message.frames:
-            wrong = self._why_not_lent(worker, frame)
+            wrong = self._frames.why_not_lent(worker, frame)
             if wrong is not None:
                 return f"it lent {wrong}"
-            self._add_frame(worker, frame)
+            self._frames.add_frame(worker, frame)
         return None
 
-    def _reclaim(self, worker: Worker, message: Reclaim) -> None:
+    def reclaim(self, worker: Worker, message: Reclaim) -> None:
         recalled: dict[Worker, list[PeerGrant]] = {}
         for offset in message.offsets:
             frame = worker.lent.get(offset)
@@ -72,17 +78,17 @@ class Lending(Verbs):
             if frame.holder is not None and frame.grant is not None:
                 recalled.setdefault(frame.holder, []).append(frame.grant)
             elif frame.copy is None:
-                self._remove_frame(frame)
-                self._reclaimed.setdefault(worker, []).append(offset)
+                self._frames.remove_frame(frame)
+                self._frames.reclaimed.setdefault(worker, []).append(offset)
             elif frame.copy.page.peer is frame.copy:
-                self._drop_peer(frame.copy.page)
+                self._frames.drop_peer(frame.copy.page)
         for holder, grants in recalled.items():
-            self._send(holder, RecallFrames(grants))
+            self._out.send(holder, RecallFrames(grants))
 
-    def _peer_gone(self, worker: Worker) -> None:
+    def peer_gone(self, worker: Worker) -> None:
         """What it had borrowed is free again; all that was in its own frames is gone."""
         self._end_stock(list(worker.borrowed.values()))
-        if self._lenders.get(worker.hello.incarnation) is worker:
+        if self._frames.lenders.get(worker.hello.incarnation) is worker:
             self._lender_gone(worker)
 
     def _lender_gone(self, lender: Worker) -> None:
@@ -90,65 +96,65 @@ class Lending(Verbs):
         for frame in frames:
             self._void(frame)
         self._fail_peer_reads(lender)
-        del self._lenders[lender.hello.incarnation]
-        for other in self._live():
-            if self._may_use(other, lender):
-                self._send(other, ArenaGone(lender.hello.incarnation))
+        del self._frames.lenders[lender.hello.incarnation]
+        for other in self._tables.live():
+            if self._frames.may_use(other, lender):
+                self._out.send(other, ArenaGone(lender.hello.incarnation))
             other.unopened.discard(lender.hello.incarnation)
-        self._reclaimed.pop(lender, None)
+        self._frames.reclaimed.pop(lender, None)
 
     def _void(self, frame: PeerFrame) -> None:
         if frame.holder is not None and frame.grant is not None:
-            self._end_peer_grant(frame.holder, frame.grant)
-            self._peer_used_bytes -= frame.nbytes
+            self._frames.end_peer_grant(frame.holder, frame.grant)
+            self._frames.peer_used_bytes -= frame.nbytes
         copy, frame.is_leaving = frame.copy, False
         if copy is not None:
             if copy.page.peer is copy:
-                self._drop_peer(copy.page)
+                self._frames.drop_peer(copy.page)
             if frame.copy is copy:  # it is read
                 frame.copy = None
-                self._peer_used_bytes -= frame.nbytes
-        self._remove_frame(frame)
+                self._frames.peer_used_bytes -= frame.nbytes
+        self._frames.remove_frame(frame)
 
     def _fail_peer_reads(self, lender: Worker) -> None:
         """What is read of a lender's memory may be cut off anywhere."""
         why = f"worker {lender.ref.worker_id}, in whose memory it lay, is gone"
-        for worker in self._live():
+        for worker in self._tables.live():
             for request in list(worker.requests.values()):
                 refs = [ref for ref, copy in request.peer_leases.items() if copy.frame.lender is lender]
                 for ref in refs:
-                    self._end_peer_read(request.peer_leases.pop(ref))
+                    self._frames.end_peer_read(request.peer_leases.pop(ref))
                 if refs:
                     page = min(page for _, page in refs)
-                    self._send(worker, LoadFailed(request.request_id, Missing(page, "load_failed", why)))
-                    self._end_waits(request, page)
-                    self._forget_if_over(request)
+                    self._out.send(worker, LoadFailed(request.request_id, Missing(page, "load_failed", why)))
+                    self._residency.end_waits(request, page)
+                    self._residency.forget_if_over(request)
 
     # ---- borrowers -----------------------------------------------------------------------------------------------
 
-    def _want_frames(self, worker: Worker, message: WantFrames) -> str | None:
+    def want_frames(self, worker: Worker, message: WantFrames) -> str | None:
         if message.payload_bytes not in worker.hello.payloads.values():
             return f"it wants peers' frames for pages of {message.payload_bytes} bytes, which it hasn't named"
         want = worker, message.payload_bytes
-        self._frame_wants.pop(want, None)
+        self._frames.frame_wants.pop(want, None)
         if message.count > 0:
-            self._frame_wants[want] = message.count
+            self._frames.frame_wants[want] = message.count
         else:
-            self._send(worker, FramesGranted([]))
+            self._out.send(worker, FramesGranted([]))
         return None
 
-    def _return_frames(self, worker: Worker, message: ReturnFrames) -> None:
+    def return_frames(self, worker: Worker, message: ReturnFrames) -> None:
         for grant in message.grants:
-            frame = self._end_peer_grant(worker, grant)
+            frame = self._frames.end_peer_grant(worker, grant)
             if frame is not None:
-                self._free_frame(frame)
+                self._frames.free_frame(frame)
 
-    def _unopened(self, worker: Worker, message: ArenaUnopened) -> None:
-        lender = self._lenders.get(message.lender)
+    def unopened(self, worker: Worker, message: ArenaUnopened) -> None:
+        lender = self._frames.lenders.get(message.lender)
         if lender is None or lender is worker:
             return
         worker.unopened.add(message.lender)
-        self._note(
+        self._out.note(
             f"worker {worker.ref.worker_id} can't open the memory that {lender.ref.worker_id} lends: {message.reason}"
         )
         self._end_stock([frame for frame in worker.borrowed.values() if frame.lender is lender])
@@ -157,21 +163,21 @@ class Lending(Verbs):
         """Frames that are granted to a worker are free again."""
         for frame in frames:
             assert frame.holder is not None and frame.grant is not None
-            self._end_peer_grant(frame.holder, frame.grant)
-            self._free_frame(frame)
+            self._frames.end_peer_grant(frame.holder, frame.grant)
+            self._frames.free_frame(frame)
 
-    def _stored_in_peer(self, worker: Worker, message: StoredInPeer) -> None:
+    def stored_in_peer(self, worker: Worker, message: StoredInPeer) -> None:
         for stored in message.pages:
-            frame = self._end_peer_grant(worker, stored.grant)
+            frame = self._frames.end_peer_grant(worker, stored.grant)
             if frame is None:
                 continue  # its lender is gone, which the worker may not have heard yet
-            page = self._pages.get((stored.key, stored.variant))
+            page = self._tables.pages.get((stored.key, stored.variant))
             if page is not None and self._is_wanted_in_peer(page, stored) and not frame.is_leaving:
-                self._put_in_peer(page, frame, stored.checksum)
-                page.last_use = self._now
-                self._bring_back(page)
+                self._frames.put_in_peer(page, frame, stored.checksum)
+                page.last_use = self._tables.now
+                self._residency.bring_back(page)
             else:
-                self._free_frame(frame)
+                self._frames.free_frame(frame)
 
     def _is_wanted_in_peer(self, page: Page, stored: LentPage) -> bool:
         """Whether what lies in the frame is a page that is here too and that L2 has not."""
@@ -181,56 +187,56 @@ class Lending(Verbs):
             envelope.tokens,
             envelope.payload_bytes,
         )
-        is_current = stored.cleared >= self._clears.of(envelope.tenant)
+        is_current = stored.cleared >= self._tables.clear_epochs.of(envelope.tenant)
         return is_same and is_current and page.peer is None
 
-    def _forget_frame_wants(self, worker: Worker) -> None:
-        for want in [want for want in self._frame_wants if want[0] is worker]:
-            del self._frame_wants[want]
+    def forget_frame_wants(self, worker: Worker) -> None:
+        for want in [want for want in self._frames.frame_wants if want[0] is worker]:
+            del self._frames.frame_wants[want]
 
-    def _pump_frames(self) -> None:
+    def pump_frames(self) -> None:
         """Tell lenders what has come free, and give borrowers what they want."""
-        reclaimed, self._reclaimed = self._reclaimed, {}
+        reclaimed, self._frames.reclaimed = self._frames.reclaimed, {}
         for lender, offsets in reclaimed.items():
-            self._send(lender, Reclaimed(offsets))
-        if self._draining or not self._lent_bytes:
+            self._out.send(lender, Reclaimed(offsets))
+        if self._tables.draining or not self._frames.lent_bytes:
             return
-        for want in list(self._frame_wants):
+        for want in list(self._frames.frame_wants):
             worker, payload_bytes = want
-            size = self._size_for(payload_bytes)
+            size = self._frames.size_for(payload_bytes)
             if size is None:
                 continue
             grants: list[PeerGrant] = []
-            room = min(self._frame_wants[want], self._room_to_borrow(worker, size))
+            room = min(self._frames.frame_wants[want], self._room_to_borrow(worker, size))
             while len(grants) < room:
-                grant = self._grant_frame(worker, size, payload_bytes)
+                grant = self._frames.grant_frame(worker, size, payload_bytes)
                 if grant is None:
                     break
                 grants.append(grant)
             if grants:  # else it is answered when there is one
-                del self._frame_wants[want]
-                self._send(worker, FramesGranted(grants))
+                del self._frames.frame_wants[want]
+                self._out.send(worker, FramesGranted(grants))
 
     def _room_to_borrow(self, worker: Worker, size: int) -> int:
-        share = self._frames_of_size[size] // (STOCK_PARTS * len(self._workers))
+        share = self._frames.frames_of_size[size] // (STOCK_PARTS * len(self._tables.workers))
         return max(1, share) - worker.borrowed_sizes[size]
 
     # ---- leases ----------------------------------------------------------------------------------------------------
 
-    def _lease_peer(self, request: Request, ref: PageRef, copy: PeerCopy) -> PeerPage:
+    def lease_peer(self, request: Request, ref: PageRef, copy: PeerCopy) -> PeerPage:
         copy.readers += 1
         request.peer_leases[ref] = copy
         return peer_page(ref, copy)
 
-    def _end_peer_leases(self, request: Request, from_page: int) -> None:
+    def end_peer_leases(self, request: Request, from_page: int) -> None:
         for ref in [ref for ref in request.peer_leases if ref[1] >= from_page]:
-            self._end_peer_read(request.peer_leases.pop(ref))
+            self._frames.end_peer_read(request.peer_leases.pop(ref))
 
-    def _end_peer_reads(self, copies: Iterable[PeerCopy]) -> None:
+    def end_peer_reads(self, copies: Iterable[PeerCopy]) -> None:
         for copy in copies:
-            self._end_peer_read(copy)
+            self._frames.end_peer_read(copy)
 
-    def _copied_from_peers(self, worker: Worker, request: Request, message: Copied) -> bool:
+    def copied_from_peers(self, worker: Worker, request: Request, message: Copied) -> bool:
         """Pages have been copied from peers' frames; False where none of the message's pages was one of those.
 
         Where no other worker uses a page its copy in L2 makes room: L1 has it, and it will come again.
@@ -239,18 +245,18 @@ class Lending(Verbs):
         done = [(ref, copy) for ref in message.pages if (copy := request.peer_leases.pop(ref, None))]
         for ref, copy in done:
             page = copy.page
-            self._peer_counters.promoted_pages += 1
+            self._frames.peer_counters.promoted_pages += 1
             if page.peer is copy and ref in corrupt:
-                self._peer_counters.corrupt_pages += 1
-                self._note(
+                self._frames.peer_counters.corrupt_pages += 1
+                self._out.note(
                     f"page {page.envelope.key.hex()[:16]} is dropped from L2: a worker's read found it corrupt"
                 )
-                self._drop_peer(page)
+                self._frames.drop_peer(page)
             elif page.peer is copy and not page.shared:
-                self._drop_peer(page, is_above=True)
-            self._end_peer_read(copy)
+                self._frames.drop_peer(page, is_above=True)
+            self._frames.end_peer_read(copy)
         if done:
-            self._peer_counters.bytes_out += message.nbytes
-            self._peer_copy_time.copied(message.nbytes, message.seconds)
-            self._peer_counters.loads_s.append(message.seconds / len(message.pages))
+            self._frames.peer_counters.bytes_out += message.nbytes
+            self._frames.peer_copy_time.copied(message.nbytes, message.seconds)
+            self._frames.peer_counters.loads_s.append(message.seconds / len(message.pages))
         return bool(done)
