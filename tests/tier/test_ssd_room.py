@@ -107,7 +107,7 @@ def test_a_segment_of_many_pages_leaves_in_parts_and_the_page_that_waits_for_it_
         events.append(node.say(WantSlots(1, SMALL)))
 
     assert [num_dropped(commands) for commands in events] == [5, 5, 5, 1]
-    assert node.admin.pages() == 3 * SLOTS
+    assert node.pages() == 3 * SLOTS
 
 
 def test_l4_goes_on_with_the_segments_it_has_when_the_disk_has_no_room_for_another() -> None:
