@@ -22,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "kernels"):  # kits such as tiny_models
+for folder in (HERE / "kits", HERE / "kernels"):
     sys.path.insert(0, str(folder))
     pytest.register_assert_rewrite(*(file.stem for file in folder.glob("*.py")))  # they say both sides too
 

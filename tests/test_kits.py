@@ -14,7 +14,7 @@ from deployment_kit import Shell
 from waiting import eventually, until
 
 HERE = Path(__file__).parent
-KITS = [file.stem for file in sorted(HERE.glob("*.py")) if not file.stem.startswith(("test_", "conftest"))]
+KITS = [file.stem for file in sorted((HERE / "kits").glob("*.py"))]
 
 
 @pytest.mark.parametrize("kit", [*KITS, "triton_kit", "ptx_emulator"])
@@ -66,3 +66,9 @@ def test_shared_memory_that_a_deployment_leaves_is_seen_and_that_of_others_is_no
     finally:
         for file in (ours, theirs):
             file.unlink(missing_ok=True)
+
+
+def test_the_page_of_kits_names_each() -> None:
+    page = (HERE / "kits" / "README.md").read_text()
+
+    assert [kit for kit in KITS if f"| `{kit}` |" not in page] == []

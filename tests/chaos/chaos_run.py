@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "kits")]
 
 from chaos_deployment import Deployment, two_nodes
 from chaos_deployments import OWN_FAULTS, OwnFault

@@ -14,7 +14,7 @@ import pytest
 from kvtier.kernels.cpu.build import load_library
 from kvtier.workers.models.files.store import default_cache
 
-TESTS = Path(__file__).resolve().parents[1]
+KITS = Path(__file__).resolve().parents[1] / "kits"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,11 +31,11 @@ def test_a_signal_at_any_moment_of_a_start_leaves_nothing(tmp_path: Path, tiny_l
         **os.environ,
         "KVTIER_STATE": str(tmp_path / "state"),
         "KVTIER_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(KITS), *sys.path]),
     }
     overrides = [f"model.path={tiny_llama}", "grpc.port=0", "tiers.l4.bytes=0"]
 
-    program = [sys.executable, str(TESTS / "interrupted_starts.py"), str(tmp_path), how, *overrides]
+    program = [sys.executable, str(KITS / "interrupted_starts.py"), str(tmp_path), how, *overrides]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=580)
 
     assert done.returncode == 0, done.stderr[-2000:]

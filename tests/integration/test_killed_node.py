@@ -45,7 +45,11 @@ def cache_node(folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, 
     """The node's process, and what it said when it was ready; killed at the end."""
     arguments = [folder / "s", PAYLOAD, L3_BYTES, folder / "l4", L4_BYTES, "slab"]
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "cache_node_process.py"), *map(str, arguments)],
+        [
+            sys.executable,
+            str(Path(__file__).parents[1] / "kits" / "cache_node_process.py"),
+            *map(str, arguments),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -27,7 +27,7 @@ from kvtier.tier.stores.ssd.catalogue import CATALOGUE, read_catalogue
 from kvtier.tier.stores.ssd.clear_file import ClearFile, mark_unused
 from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
-TESTS = Path(__file__).parents[1]
+KITS = Path(__file__).parents[1] / "kits"
 ADA, BOB = tenant_digest("ada"), tenant_digest("bob")
 both_stores = pytest.mark.parametrize("store", ["slab", "lmdb"])
 STEPS = ("commit", "wipe", "forget", "sync")
@@ -140,8 +140,8 @@ def test_a_clear_that_a_kill_cut_short_is_finished_before_the_node_serves_again(
     with running(tmp_path, store=store) as service:
         fill(service, tmp_path)
     killed = subprocess.run(
-        [sys.executable, TESTS / "clearing_process.py", tmp_path, store, step, str(number)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+        [sys.executable, KITS / "clearing_process.py", tmp_path, store, step, str(number)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(KITS), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,

@@ -48,7 +48,7 @@ def test_a_worker_process_sees_and_writes_the_same_slots() -> None:
         [sys.executable, "-c", WORKER, *sizes],
         pass_fds=(tier.fd,),
         check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "kits")},
     )
 
     read_page(tier, place(1), 2, PAGE_BYTES)

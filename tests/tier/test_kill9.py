@@ -17,7 +17,7 @@ from kvtier.tier.pages.page import slot_bytes
 from kvtier.tier.stores.ssd.layout import Store
 from kvtier.tier.stores.ssd.store import open_ssd
 
-TESTS = Path(__file__).parents[1]
+KITS = Path(__file__).parents[1] / "kits"
 PAGE_BYTES = 100 * 1024 + 256
 CAPACITY = 12 * 2**20
 
@@ -73,7 +73,7 @@ def run_writer_and_kill_it(folder: Path, store: Store, heard: Killed, rng: rando
     writer = subprocess.Popen(
         [
             sys.executable,
-            TESTS / "tier_writer.py",
+            KITS / "tier_writer.py",
             folder,
             str(CAPACITY),
             store,
@@ -82,7 +82,7 @@ def run_writer_and_kill_it(folder: Path, store: Store, heard: Killed, rng: rando
         ],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(KITS), "OMP_NUM_THREADS": "1"},
     )
     assert writer.stdout is not None
     with writer, writer.stdout as said:

@@ -169,7 +169,7 @@ from pathlib import Path
 from node_kit import Peer, running, wait_until
 folder = Path(sys.argv[2])
 {script}"""
-    arguments = [str(Path(__file__).parents[1]), str(folder)]
+    arguments = [str(Path(__file__).parents[1] / "kits"), str(folder)]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
     )

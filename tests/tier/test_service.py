@@ -503,7 +503,7 @@ def test_a_killed_workers_slots_come_back(tmp_path: Path) -> None:
             "peer.client.send(WantSlots(2, PAYLOAD_BYTES)); peer.hear(Granted)\n"
             "print('ready', flush=True); sys.stdin.read()\n"
         )
-        helpers = Path(__file__).parents[1]
+        helpers = Path(__file__).parents[1] / "kits"
         worker = subprocess.Popen(
             [sys.executable, "-c", program, str(helpers), str(tmp_path)],
             stdin=subprocess.PIPE,

@@ -10,7 +10,7 @@ from random import Random
 
 from l1_worlds import POLICIES, drive, workload
 
-TESTS = Path(__file__).parents[1]
+KITS = Path(__file__).parents[1] / "kits"
 
 
 def lives() -> str:
@@ -42,7 +42,7 @@ def test_no_decision_depends_on_the_order_of_a_set() -> None:
             capture_output=True,
             text=True,
             check=True,
-            cwd=TESTS,
+            cwd=KITS,
         ).stdout
         for hash_seed in ("1", "2")
     ]

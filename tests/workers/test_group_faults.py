@@ -182,7 +182,7 @@ def test_what_a_group_had_saved_is_there_for_the_next_one_when_a_rank_dies(
 def test_ranks_of_a_killed_leader_end(tiny_llama: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "kits")!r})
 from pathlib import Path
 from group_kit import Processes, group_of
 processes = Processes()

@@ -88,7 +88,7 @@ def test_frames_that_are_read_stay_until_the_read_ends_and_all_others_come_at_on
 @contextmanager
 def borrowing_process(llama: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A busy worker in a process of its own, that borrows."""
-    script = Path(__file__).parents[1] / "borrowing_process.py"
+    script = Path(__file__).parents[1] / "kits" / "borrowing_process.py"
     command = [sys.executable, str(script), str(llama), str(folder / "s")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
