@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A prefix that another node has: fetched over PageTransfer against computed anew, and which of both is chosen.
+"""A prefix that another node has: fetched over PageTransfer against computed again, and which of both is chosen.
 
   bench/cluster.py --model FOLDER [--lengths 512,1024,2048,4096] [--speeds 1,4,8,16,32,64,128] [--rounds 3] [--json FILE]
 

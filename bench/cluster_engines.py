@@ -135,7 +135,7 @@ class Nodes:
     _rng: random.Random = field(default_factory=lambda: random.Random(2))
 
     def ask(self, engine: Engine, prefix: int, peer: Peer | None = None, give_up_s: float = WAIT_S) -> Answer:
-        """A prompt that begins with so many tokens of `base` and ends anew, at a node that knows nothing of it."""
+        """A prompt that begins with so many tokens of `base` and ends again, at a node that knows nothing of it."""
         prompt = self.base[:prefix] + self._rng.choices(self.base, k=8)
         remotes = (
             ()

@@ -30,7 +30,7 @@ def argument_parser(doc: str | None, rounds: int = 9) -> argparse.ArgumentParser
 
 
 def interleave(contenders: Mapping[str, Callable[[], None]], rounds: int) -> Seconds:
-    """Time every contender once per round, in an order drawn anew, so that noise meets all of them alike.
+    """Time every contender once per round, in an order drawn again, so that noise meets all of them alike.
 
     Two rounds before are not counted.
     """

@@ -189,7 +189,7 @@ def table_rows(pages: int, is_plain_too: bool) -> Iterator[Row]:
 
 
 class Owner:
-    """Somebody with pages, and its publisher to the directory."""
+    """Something with pages, and its publisher to the directory."""
 
     def __init__(self, number: int, pages: int, directory: Any) -> None:
         from kvtier.workers.actor import sender_to

@@ -6,7 +6,7 @@
 
 Rows are written to --out as they are made; a run that is cut off, or that --budget (seconds) ends, is taken up where it
 stopped by running it again. Rows of another device, of another torch or triton, or of other kernels don't count, and
-failed checks are made anew. Most of a run is compiling, one kernel after the other, so what matters most comes first:
+failed checks are restarted. Most of a run is compiling, one kernel after the other, so what matters most comes first:
 checks of Llama-3-8B's heads in pages of 64 tokens and of latents, what a copy reaches, the speeds of an engine's main
 work; then all other checks, then all other speeds. Any failed check makes the exit code 1, once all rows are made.
 Floors are bytes over the copy bandwidth measured in the same run, with --only too.

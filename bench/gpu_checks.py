@@ -318,7 +318,7 @@ def check_write(k: TritonKernels, shape: Shape, page: int, format: Format, dtype
 
 
 def check_convert(k: TritonKernels, kv: KVLayout, source: Format, target: Format) -> Row:
-    """Pages made anew in another format, all layers; a compiler may join a product and a sum, which rounds once less."""
+    """Pages rewritten in another format, all layers; a compiler may join a product and a sum, which rounds once less."""
     arena, frames = empty_pages(kv, 4)
     sources, targets = frames[:2], frames[2:]
     tokens = 2 * kv.page_tokens

@@ -34,7 +34,7 @@ def read(folder: Path) -> Trace:
 def requests_of(trace: Trace, most: int, seed: int = 0) -> list[SimRequest]:
     """About `most` requests, at the trace's own times: one in so many conversations, each whole.
 
-    A conversation is what shares its second page (the first one is everybody's system prompt). A request continues the
+    A conversation is what shares its second page (the first one is all tenants' system prompt). A request continues the
     latest one that had the last page of the longest prefix it shares with any.
     """
     every = max(1, round(len(trace) / most))

@@ -26,7 +26,7 @@ from common import argument_parser, machine
 from kvtier.cluster.config.deployment import GrpcConfig
 from kvtier.cluster.directory.locations import Held
 from kvtier.cluster.gateway.admission import GatewayCore
-from kvtier.cluster.gateway.cache_api.cache import CacheVerbs
+from kvtier.cluster.gateway.cache_api.cache import CacheApi
 from kvtier.cluster.gateway.owners.locations import Holders
 from kvtier.cluster.gateway.server import GatewayServer
 from kvtier.proto import inference_pb2, inference_pb2_grpc
@@ -161,7 +161,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     async def status() -> inference_pb2.StatusReply:
         return reply
 
-    verbs = CacheVerbs(core, [], {"default": ""})
+    verbs = CacheApi(core, [], {"default": ""})
     server = GatewayServer(core, verbs, status, GrpcConfig(port=0), 256 * args.workers)
     endpoint = await server.start()
     await cpu_s(endpoint, 20, 2, args)  # all that is done once

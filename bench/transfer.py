@@ -219,7 +219,7 @@ def process(*arguments: str, log: int | IO[str] = subprocess.DEVNULL) -> Iterato
 
 
 class Slots:
-    """This node's slab, in the place of a NodeSession: grants are all there, and nobody is told."""
+    """This node's slab, in the place of a NodeSession: grants are all there, and nothing is told."""
 
     def __init__(self, shape: Shape) -> None:
         step = slot_bytes(shape.nbytes) // ALIGN_BYTES
@@ -236,7 +236,7 @@ class Slots:
         return self.host.slot(Place(0, grant.slot), grant.payload_bytes)
 
     def send(self, message: Any) -> None:
-        """Nobody listens."""
+        """Nothing listens."""
 
 
 class Streams:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TOLD_TIERS = (TierName.PEER, TierName.HOST, TierName.SSD)
 CALLS_AT_ONCE = 8  # threads of the actor; they only wait for the service's loop
-PULSE = {"pulse": 1}  # a thread of its own, so that calls that wait don't make the node look stalled
+PULSE = {"heartbeat": 1}  # a thread of its own, so that calls that wait don't make the node look stalled
 
 
 class CacheNodeProcess:
@@ -44,7 +44,7 @@ class CacheNodeProcess:
     No page bytes go through these calls: workers and the service share them in memory. `l4_path` is the folder of all
     nodes, in which this one takes a subfolder; the folder of `socket_path` is made where there is none. Pages of another
     node that don't come within `fetch_deadline_s` are computed. A first start has `needs_l4`, so that a disk that refuses
-    is an error; one that is made anew goes on without. One that `awaits_clears` answers no lookup until `know`.
+    is an error; one that is restarted goes on without. One that `awaits_clears` answers no lookup until `know`.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class CacheNodeProcess:
         """None when all is well, else what isn't."""
         return self._service.health()
 
-    @ray.method(concurrency_group="pulse")
-    def pulse(self) -> float:
-        """Seconds since the service's loop turned: 0, once it has answered. No answer while it stands still."""
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self) -> float:
+        """Seconds since the service's loop turned: 0, once it has answered. No answer while it is stalled."""
         self._service.idle()
         return 0.0
 
@@ -182,13 +182,13 @@ class CacheNodeProcess:
         return ManyOutcomes.of(self._service.evict(None, tier))
 
     def clear(self, tenant: str | bytes | None = None, number: int = 0) -> Cleared:
-        """Drop and wipe a tenant's pages, or everybody's, here and, as far as it can be, beside this node's folder."""
+        """Drop and wipe a tenant's pages, or all tenants', here and, as far as it can be, beside this node's folder."""
         outcomes = ManyOutcomes.of(self._service.clear(tenant, number))
         digest = tenant_digest(tenant) if isinstance(tenant, str) else tenant
         return Cleared(outcomes, tuple(self._service.uncleared()), self._mark_unused(digest, number))
 
     def _mark_unused(self, tenant: bytes | None, number: int) -> tuple[tuple[str, Uncleared], ...]:
-        """Folders of other nodes under the same root that nobody has open: cleared by whoever uses them next."""
+        """Folders of other nodes under the same root that nothing has open: cleared by the next user."""
         marked: list[tuple[str, Uncleared]] = []
         for kept in kept_in(self._l4_path) if self._has_l4 else ():
             try:
@@ -242,8 +242,8 @@ class CacheNodeProcess:
 
 
 def _exit() -> None:
-    """A node whose service a fault has ended ends too: a process that is gone is started anew at once."""
-    log.critical("the cache node ends: it is to be started anew")
+    """A node whose service a fault has ended ends too: a process that is gone is restarted at once."""
+    log.critical("the cache node ends: it is to be restarted")
     logging.shutdown()
     os._exit(1)
 

@@ -168,7 +168,7 @@ class Kernels(Protocol):
         targets: IntArray,
         target_format: Format,
     ) -> None:
-        """Write whole pages of one format anew in another, in other frames, all layers at once."""
+        """Rewrite whole pages of one format in another, in other frames, all layers at once."""
 
 
 class TorchKernels:

@@ -364,7 +364,7 @@ def convert_pages(
     targets: IntArray,
     target_format: Format,
 ) -> None:
-    """Write pages of one format anew in another, all layers: from the float32 numbers of their codes."""
+    """Rewrite pages of one format in another, all layers: from the float32 numbers of their codes."""
     src, dst = (torch.from_numpy(a.astype(np.int64)).to(arena.device) for a in (sources, targets))
     for layer in range(layout.num_layers):
         keys, values = read_pages(arena, layout, source_format, layer, src)

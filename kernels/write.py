@@ -1,4 +1,4 @@
-"""Writes keys, values and latents into pages, and whole pages of one format anew in another. Triton.
+"""Writes keys, values and latents into pages, and rewrites whole pages of one format in another. Triton.
 
 A record has a K part and a V part (for latents: the latents and the rope keys), and each part one code of rows: raw
 numbers, 8-bit codes, or nibbles. Every kernel here works on one part of one record at a time, and on a row as two
@@ -270,7 +270,7 @@ def write_kernel(
         write_part(x, arena, record + O_V, record + O_VS, head, tokens, frame >= 0, norm, V_CODE, V_ROWS)
 
 
-# ---- pages anew -------------------------------------------------------------------------------------------------
+# ---- pages again ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -287,7 +287,7 @@ def convert_part(
     TARGET: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Read rows of one head, and store them anew."""
+    """Read rows of one head, and store them again."""
     HALF: tl.constexpr = ROWS.D // 2
     columns = tl.arange(0, ROWS.BLOCK)
     upper = columns + HALF

@@ -27,7 +27,7 @@ class TierCounters:
     bytes_in: int = 0
     bytes_out: int = 0
     corrupt_pages: int = 0
-    converted_pages: int = 0  # written anew in another format
+    converted_pages: int = 0  # rewritten in another format
     dropped_pages: int = 0  # that left a stream's window, or were converted, and went at once
     page_bytes: int = 0  # payloads of the pages held
     raw_bytes: int = 0  # what they would take in the model's raw format, each key once in whatever formats
@@ -193,7 +193,7 @@ def lasting(snapshot: Snapshot) -> Snapshot:
 
 
 def has_restarted(before: Snapshot, now: Snapshot) -> bool:
-    """Whether any of an owner's counters fell, which they do only when it starts anew."""
+    """Whether any of an owner's counters fell, which they do only when it restarts."""
     old, new = lasting(before), lasting(now)
     if new.bad_messages < old.bad_messages:
         return True
@@ -214,10 +214,10 @@ def _fell(old: Counters, new: Counters) -> bool:
 
 
 class Ledger:
-    """Adds up owners' numbers such that no counter of the sum falls when an owner ends or starts anew.
+    """Adds up owners' numbers such that no counter of the sum falls when an owner ends or restarts.
 
     It knows of an owner what the latest snapshot said: what an owner counted after that and before its end is
-    missing from the sum, and so are the old counts of one that has started anew and has counted past them since.
+    missing from the sum, and so are the old counts of one that has restarted and has counted past them since.
     Snapshots of one owner must be recorded in the order in which they were made. Holds one snapshot per living owner.
     """
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 16  # threads of the actor; they only wait for the step loop
-# A thread of its own: however many calls wait for a step loop that stands still, the question whether it does is answered.
-PULSE_GROUP = "pulse"
+# A thread of its own: however many calls wait for a step loop that is stalled, the question whether it does is answered.
+PULSE_GROUP = "heartbeat"
 END_S = (
     5.0  # for a worker that failed to let go of what it holds, and for the last words where its group broke
 )
@@ -55,7 +55,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 class Outbox:
     """Where the step loop's outputs go: the gateway's connection, once there is one.
 
-    A connection that ends takes all requests along, and so does a new one, since it is another gateway's: nobody reads
+    A connection that ends takes all requests along, and so does a new one, since it is another gateway's: nothing reads
     what they give.
     """
 
@@ -152,7 +152,7 @@ class DecodeWorkerProcess:
         tensor_parallel: int = 1,
         cuda_graphs: bool = False,
     ) -> None:
-        # Here and not above: whoever holds a handle of this actor imports this module, and needs no torch.
+        # Here and not above: a holder of a handle of this actor imports this module, and needs no torch.
         from kvtier.kernels.memory import raise_malloc_thresholds
         from kvtier.workers.engine.worker import DecodeWorker
         from kvtier.workers.parallel.leader import GroupRunner, load_group
@@ -212,14 +212,14 @@ class DecodeWorkerProcess:
         gc.freeze()  # what was loaded stays: collections in the middle of a step need not look at it
 
     def _end_with_loop(self) -> None:
-        """A step loop that failed never runs again: end the process, so that it is started anew."""
+        """A step loop that failed never runs again: end the process, so that it is restarted."""
         why = self._worker.wait_failed(END_S)
         if why is not None:
             log.error("the worker ends, since its step loop failed: %s", why)
             os._exit(1)
 
     def _end_with(self, group: GroupRunner) -> None:
-        """A group that broke is never mended: end the process, so that it is started anew as a whole."""
+        """A group that broke is never mended: end the process, so that it is restarted as a whole."""
         why = group.wait_broken()
         if why is None:
             return
@@ -269,9 +269,9 @@ class DecodeWorkerProcess:
         return self._worker.error or "the step loop has ended"
 
     @ray.method(concurrency_group=PULSE_GROUP)
-    def pulse(self) -> float:
-        """See DecodeWorker.pulse."""
-        return self._worker.pulse()
+    def heartbeat(self) -> float:
+        """See DecodeWorker.heartbeat."""
+        return self._worker.heartbeat()
 
     def stats(self) -> Snapshot:
         """This worker's counters."""
@@ -318,7 +318,7 @@ class DecodeWorkerProcess:
         return ManyOutcomes.of(self._worker.evict(None) if tier in (None, TierName.HBM) else [])
 
     def clear(self, tenant: str | None = None, number: int = 0) -> Cleared:
-        """Drop a tenant's pages from L1, or everybody's."""
+        """Drop a tenant's pages from L1, or all tenants'."""
         return Cleared(ManyOutcomes.of(self._worker.clear(tenant, number)))
 
     def know(self, told: list[tuple[bytes, int]]) -> None:
@@ -352,7 +352,7 @@ class DecodeWorkerProcess:
 def sender_to(directory: Any) -> Callable[[Batch], Reply]:
     """What gives batches to the directory, a handle of its actor. Raises PublishError when it doesn't answer in time.
 
-    A call that is late goes on; while it does no other is made, so that none pile up at a directory that stands still.
+    A call that is late goes on; while it does no other is made, so that none pile up at a directory that is stalled.
     """
     late: list[Any] = []
 

@@ -67,7 +67,7 @@ class WorkerConfig(Section):
             raise ValueError(f"must be both, prefill or decode, or a list of them, got {value!r}")
         if "both" not in there and (missing := {"prefill", "decode"} - set(there)):
             raise ValueError(
-                f"with workers that only {there[0]} nobody would {missing.pop()}: "
+                f"with workers that only {there[0]} nothing would {missing.pop()}: "
                 "use both, or a list such as [prefill, decode]"
             )
         return value
@@ -177,7 +177,7 @@ class TransferConfig(Section):
 class ClusterConfig(Section):
     """When a part of the deployment is given up."""
 
-    # Seconds in which a part's loop doesn't turn although its process lives: then it is killed and made anew. More bears
+    # Seconds in which a part's loop doesn't turn although its process lives: then it is killed and restarted. More bears
     # longer stops, such as those of a machine that swaps; less keeps requests waiting for less long. It must exceed the
     # longest step that a worker has, or that is killed in the midst of it: worker.max_batch_tokens over the speed of
     # prefill at the longest context, on a CPU many seconds.

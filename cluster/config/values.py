@@ -31,7 +31,7 @@ _UNITS = {
 
 
 class Section(BaseModel):
-    """Frozen, without keys that nobody reads, with finite numbers only, and yes or no only where that is asked for."""
+    """Frozen, without keys that nothing reads, with finite numbers only, and yes or no only where that is asked for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

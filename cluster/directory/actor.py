@@ -1,4 +1,4 @@
-"""The directory of the cluster as a Ray actor: it holds soft state only, so when it dies, its next life is told all anew."""
+"""The directory of the cluster as a Ray actor: it holds soft state only, so when it dies, its next life is told all again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.tier.pages.page import TierName
 from kvtier.tier.protocol.kv_events import Batch, Reply
 
 # Lookups have threads of their own: one waits for the batch that is being taken, not for all that wait behind it.
-THREADS = {"lookup": 2, "publish": 1, "pulse": 1}
+THREADS = {"lookup": 2, "publish": 1, "heartbeat": 1}
 
 
 class DirectoryProcess:
@@ -30,7 +30,7 @@ class DirectoryProcess:
 
     @ray.method(concurrency_group="publish")
     def publish(self, batch: Batch) -> Reply:
-        """A source tells what it has; "snapshot": it must tell all anew."""
+        """A source tells what it has; "snapshot": it must tell all again."""
         with self._lock:
             return self._core.publish(batch, time.monotonic())
 
@@ -50,8 +50,8 @@ class DirectoryProcess:
         with self._lock:
             self._core.wrong(node_id, tier, keys)
 
-    @ray.method(concurrency_group="pulse")
-    def pulse(self) -> float:
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self) -> float:
         """Seconds since a call went on: 0, once the one that has the core has let go of it."""
         with self._lock:
             return 0.0

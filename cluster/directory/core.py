@@ -1,6 +1,6 @@
 """Decides what the directory believes: who holds which pages, as they say it themselves. Pure: hears no clock, no network.
 
-All of it is soft state. Whoever tells is asked for a snapshot when its batches have a gap, or when nothing is known of
+All of it is soft state. A source is asked for a snapshot when its batches have a gap, or when nothing is known of
 it; who isn't heard of is not named any more. What a lookup says is a hint, and a wrong one costs a miss.
 """
 
@@ -70,7 +70,7 @@ class _Teller:
 
 
 class DirectoryCore:
-    """Owned by whoever calls it. `now` is monotonic and never goes back.
+    """Owned by its caller. `now` is monotonic and never goes back.
 
     At most `max_entries` pages and `max_sources` sources are kept; what is more is refused and counted.
     """
@@ -88,9 +88,9 @@ class DirectoryCore:
     # ---- sources -------------------------------------------------------------------------------------------------
 
     def publish(self, batch: Batch, now: float) -> Reply:
-        """A source tells. "snapshot": it must tell all anew, its next batch one that `opens`.
+        """A source tells. "snapshot": it must tell all again, its next batch one that `opens`.
 
-        Raises ValueError for keys that aren't a whole number of KEY_BYTES, or of a tier that nobody tells of.
+        Raises ValueError for keys that aren't a whole number of KEY_BYTES, or of a tier that nothing tells of.
         """
         self._batches += 1
         changes = [
@@ -273,7 +273,7 @@ def parse_keys(prefixes: bytes) -> Keys:
 def _place(change: Change) -> int:
     place = _PLACE.get(change.tier)
     if place is None:
-        raise ValueError(f"nobody tells of tier {change.tier}: use one of {', '.join(TIERS)}")
+        raise ValueError(f"nothing tells of tier {change.tier}: use one of {', '.join(TIERS)}")
     return place
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """Somebody says that it has the first `pages` pages of a prompt: a node in one of its tiers, or a worker in its L1.
+    """Something says that it has the first `pages` pages of a prompt: a node in one of its tiers, or a worker in its L1.
 
     `worker_id` is "" for a node's own tiers, `tier` the name of a TierName, and `address` the HOST:PORT of the node's
     exchange, "" where there is none. The directory names each of a node's tiers with all that the faster ones have

@@ -21,7 +21,7 @@ CHUNK = 1 << 18  # slots that are gone through at once, so that nothing as large
 MOVED = 1 << 15  # old slots that are emptied with each change: milliseconds
 # Or more: while S new slots fill, 0.23 S keys are added at least, and the old ones are 4 S at most, so that 18 would do.
 MOVED_PER_KEY = 32
-COLLECT_AGAIN = 1 << 16  # refused pages between two looks for sets that nobody uses any more
+COLLECT_AGAIN = 1 << 16  # refused pages between two looks for sets that nothing uses any more
 
 
 class DirectoryTable:
@@ -37,8 +37,8 @@ class DirectoryTable:
         self.refused_pages = 0
         self._max_entries = max_entries
         self._max_sets = max_sets
-        self._len = 0  # pages that somebody holds
-        # A page that somebody holds lies in one of them. From the old ones, while there are any, pages move to the others.
+        self._len = 0  # pages that something holds
+        # A page that something holds lies in one of them. From the old ones, while there are any, pages move to the others.
         self._slots = Slots(min_slots)
         self._old: Slots | None = None
         self._moved = 0  # old slots, from the first on
@@ -117,7 +117,7 @@ class DirectoryTable:
     # ---- questions -----------------------------------------------------------------------------------------------
 
     def runs(self, keys: Keys) -> list[Run]:
-        """Who holds the pages, from the first on until one that nobody holds: runs of pages with the same set."""
+        """Who holds the pages, from the first on until one that nothing holds: runs of pages with the same set."""
         runs: list[Run] = []
         start, size = 0, FIRST_LOOKED_UP
         while start < len(keys):
@@ -260,7 +260,7 @@ class DirectoryTable:
             more_keys, more_ids = self._old.held()
             keys, ids = np.concatenate((keys, more_keys)), np.concatenate((ids, more_ids))
         assert len(np.unique(keys)) == len(keys) == self._len <= self._max_entries, (
-            "pages that somebody holds"
+            "pages that something holds"
         )
         assert all(self._sets[i] == bits for bits, i in self._id_of.items()), "a set under another's id"
         assert len(self._id_of) + len(self._free) == len(self._sets), "ids of no set"

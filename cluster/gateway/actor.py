@@ -21,7 +21,7 @@ from kvtier.cluster.config.deployment import GrpcConfig, TenantConfig
 from kvtier.cluster.directory.locations import Held
 from kvtier.cluster.gateway.admission import GatewayCore
 from kvtier.cluster.gateway.attach import CONNECT_S, Attachments
-from kvtier.cluster.gateway.cache_api.cache import CacheVerbs, Node
+from kvtier.cluster.gateway.cache_api.cache import CacheApi, Node
 from kvtier.cluster.gateway.cache_api.clears import Clearer, ClearRecord
 from kvtier.cluster.gateway.owners.ask import Shared, Silence, within
 from kvtier.cluster.gateway.owners.locations import Holders
@@ -80,7 +80,7 @@ class GatewayActor:
         """`max_sequences`: of one worker, running and waiting together; more are refused.
 
         `window` and `sinks` are those of requests that set none; 0: the model's own attention. `routing` is how workers
-        are chosen, `workers` how many there may be, whoever of them lives at the start.
+        are chosen, `workers` how many there may be, alive at the start or not.
         The numbers of all clears are kept in `clears_folder`, "" for nowhere. `node_ids` are all nodes that there are.
         `sampling` says whose defaults requests take: "model", those of its generation_config.json.
         """
@@ -108,7 +108,7 @@ class GatewayActor:
         self._status = Shared(self._asked_status)
         self._looking: asyncio.Task[None] | None = None
         self._core: GatewayCore
-        self._cache: CacheVerbs
+        self._cache: CacheApi
         self._clearer: Clearer
         self._receiver: OutputReceiver
         self._attachments: Attachments
@@ -154,7 +154,7 @@ class GatewayActor:
         )
         self._clearer = Clearer(self._record)
         found = await asyncio.gather(*map(_node, nodes))
-        self._cache = CacheVerbs(self._core, found, self._tenants, self._clearer, self._node_ids)
+        self._cache = CacheApi(self._core, found, self._tenants, self._clearer, self._node_ids)
         await self._cache.attach_nodes()
         await asyncio.gather(*map(self._attach_if_living, exchanges))
         await self._connect_outputs({info.worker_id: port for info, port in there})
@@ -169,7 +169,7 @@ class GatewayActor:
         return self._endpoint
 
     async def attach_worker(self, handle: ActorHandle[Any]) -> str:
-        """A worker is there, new or started anew: it takes requests from now on. Its id. Raises GatewayError."""
+        """A worker is there, new or restarted: it takes requests from now on. Its id. Raises GatewayError."""
         return await self._attachments.attach(RayWorker(handle))
 
     async def detach_worker(self, worker_id: str) -> bool:
@@ -177,7 +177,7 @@ class GatewayActor:
         return self._attachments.detach(worker_id)
 
     async def attach_exchange(self, handle: ActorHandle[Any]) -> None:
-        """A node's exchange is there, new or started anew, maybe at another address. Raises GatewayError."""
+        """A node's exchange is there, new or restarted, maybe at another address. Raises GatewayError."""
         try:
             info: dict[str, Any] = await within(CONNECT_S, handle.info.remote())
         except RayActorError as error:
@@ -187,7 +187,7 @@ class GatewayActor:
         self._core.addresses.attach(info["node_id"], info["address"])
 
     async def detach_exchange(self, node_id: str) -> None:
-        """A node's exchange is gone: nobody is told of its address any more, until one is attached."""
+        """A node's exchange is gone: nothing is told of its address any more, until one is attached."""
         if self._endpoint:
             self._core.addresses.drop(node_id)
 
@@ -198,7 +198,7 @@ class GatewayActor:
             log.warning("the gateway starts without an exchange, which costs hints: %s", error)
 
     async def attach_node(self, handle: ActorHandle[Any]) -> None:
-        """A node is there, new or started anew. Raises GatewayError."""
+        """A node is there, new or restarted. Raises GatewayError."""
         try:
             node = await within(CONNECT_S, _node(handle))
             await self._cache.attach_node(node)
@@ -241,7 +241,7 @@ class GatewayActor:
         self._core.close()
 
     async def attach_directory(self, handle: ActorHandle[Any]) -> None:
-        """The directory was made anew: this one is asked from now on."""
+        """The directory was restarted: this one is asked from now on."""
         if self._directory is not None:
             self._directory.is_now(handle)
 
@@ -249,7 +249,7 @@ class GatewayActor:
         """How parts are that others watch, until the next call."""
         self._states = states
 
-    async def pulse(self) -> float:
+    async def heartbeat(self) -> float:
         """Seconds since the event loop turned: 0, since it is what answers."""
         return 0.0
 
@@ -443,7 +443,7 @@ class RayDirectory:
         self._condition = Condition(time.time())
 
     def is_now(self, handle: ActorHandle[Any]) -> None:
-        """It was made anew."""
+        """It was restarted."""
         self._handle = handle
 
     async def status(self) -> inference_pb2.DirectoryStatus:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.cluster.config.deployment import MAX_STREAM_TOKENS
 from kvtier.cluster.directory.locations import Held
-from kvtier.cluster.gateway.in_flight import LAST_WORD_S, Flights
+from kvtier.cluster.gateway.in_flight import LAST_WORD_S, InFlightRequests
 from kvtier.cluster.gateway.owners.locations import Holders
 from kvtier.cluster.gateway.ports import WorkerPort
 from kvtier.cluster.gateway.requests.reading import (
@@ -53,11 +53,11 @@ STOPPED = (
 )
 
 
-class GatewayCore(Flights):
+class GatewayCore(InFlightRequests):
     """Requests in flight. Owned by the event loop it is used on.
 
     Each holds at most its max_tokens of output, and at most gateway_streams.MAX_UNREAD_BYTES that its client hasn't
-    read; see Flights for how many there are.
+    read; see InFlightRequests for how many there are.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from itertools import count
 from typing import Protocol
 
-from kvtier.cluster.gateway.in_flight import Flights
+from kvtier.cluster.gateway.in_flight import InFlightRequests
 from kvtier.cluster.gateway.owners.ask import Silence, within
 from kvtier.cluster.gateway.ports import OwnerDown, Told, WorkerPort
 from kvtier.cluster.gateway.requests.reading import Refusal
@@ -34,14 +34,14 @@ class Attachments:
 
     def __init__(
         self,
-        flights: Flights,
+        flights: InFlightRequests,
         receiver: OutputReceiver,
         address: str,
         check: Callable[[WorkerInfo], None],
         told: Callable[[], Told] = list,
     ) -> None:
         """`address` is where `receiver` listens; `told` gives the clears that who comes may have missed."""
-        self._flights = flights
+        self._in_flight = flights
         self._receiver = receiver
         self._address = address
         self._check = check
@@ -53,7 +53,7 @@ class Attachments:
     async def connect(self, ports: Mapping[str, AttachedPort]) -> None:
         """At the start: workers that the gateway knows, by id. Who doesn't connect is left out and looked for.
 
-        Raises GatewayError where nobody does.
+        Raises GatewayError where nothing does.
         """
         self._ports.update(ports)
         for worker_id in ports:
@@ -78,7 +78,7 @@ class Attachments:
         return ""
 
     async def attach(self, port: AttachedPort) -> str:
-        """A worker is there, new or started anew, and takes requests from now on. Its id. Raises GatewayError.
+        """A worker is there, new or restarted, and takes requests from now on. Its id. Raises GatewayError.
 
         One that leaves any of its questions unanswered for CONNECT_S is not attached.
         """
@@ -95,14 +95,14 @@ class Attachments:
 
     def detach(self, worker_id: str) -> bool:
         """A worker takes no more requests; those that it has go on at others. Whether it was there."""
-        was_there = self._flights.detach(worker_id)
+        was_there = self._in_flight.detach(worker_id)
         self._ports.pop(worker_id, None)
         self._receiver.forget(worker_id)
         return was_there
 
     def lost(self, worker_id: str, reason: str) -> None:
         """A worker's connection has ended. Its process may live, or be started again: it is looked for."""
-        self._flights.lose_worker(worker_id, reason)
+        self._in_flight.lose_worker(worker_id, reason)
         port = self._ports.get(worker_id)
         if port is not None:
             self._spawn(self._look_for(worker_id, port))
@@ -117,7 +117,7 @@ class Attachments:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Look for nobody any more."""
+        """Look for nothing any more."""
         for task in self._tasks:
             task.cancel()
 
@@ -131,7 +131,7 @@ class Attachments:
                 found = await self.attach(port)
             except GatewayError as error:
                 if not worker_id and isinstance(error.__cause__, OwnerDown):
-                    return  # whoever starts it anew attaches it
+                    return  # it is attached when it has been restarted
                 if attempt == len(RETRY_S):
                     name, pause_s = worker_id or "that says nothing", RETRY_S[-1]
                     log.error(
@@ -142,12 +142,12 @@ class Attachments:
                 return
 
     def _is_missed(self, worker_id: str, port: AttachedPort) -> bool:
-        worker = self._flights.workers.get(worker_id)
+        worker = self._in_flight.workers.get(worker_id)
         return worker is not None and worker.down is not None and self._ports.get(worker_id) is port
 
     def _is_connected(self, info: WorkerInfo) -> bool:
         """This life of the worker is: attached by another meanwhile."""
-        worker = self._flights.workers.get(info.worker_id)
+        worker = self._in_flight.workers.get(info.worker_id)
         if worker is None or worker.down is not None or not self._receiver.is_connected(info.worker_id):
             return False
         return (worker.info.node_id, worker.info.pid) == (info.node_id, info.pid)
@@ -159,7 +159,7 @@ class Attachments:
         if wrong is not None:
             raise GatewayError(f"worker {worker_id} is not well: {wrong}")
         await within(CONNECT_S, port.know(self._told()))
-        self._flights.lose_worker(worker_id, "it was started anew")
+        self._in_flight.lose_worker(worker_id, "it was restarted")
         self._receiver.expect(worker_id)
         try:
             await within(CONNECT_S, port.connect_gateway(self._address, self._receiver.secret))
@@ -170,4 +170,4 @@ class Attachments:
         if not self._receiver.is_connected(worker_id):
             raise GatewayError(f"worker {worker_id} is gone again: attach it when it is back")
         self._ports[worker_id] = port
-        self._flights.attach(info, port)
+        self._in_flight.attach(info, port)

@@ -51,7 +51,7 @@ MAX_MOVES = (
 REMEMBERED = 1024  # latest requests: where they were, for `explain`
 
 
-class Flights:
+class InFlightRequests:
     """Owned by the event loop it is used on. GatewayCore adds how requests come in.
 
     At most `max_sequences` sequences per worker are in flight. A request id is taken until its call has ended and its
@@ -86,7 +86,7 @@ class Flights:
             set()
         )  # submissions and cancellations under way, a few per stream
         self._submitting: dict[str, asyncio.Task[bool]] = {}  # by the name at the worker
-        self._unwanted: set[str] = set()  # of these, what nobody waits for any more
+        self._unwanted: set[str] = set()  # of these, what nothing waits for any more
 
     @property
     def workers(self) -> Mapping[str, Worker]:
@@ -268,7 +268,7 @@ class Flights:
         )
         stream.fail(Refusal(grpc.StatusCode.INTERNAL, told))
 
-    def _hand_over(self, stream: Stream, worker: Worker) -> None:
+    def _hand_off(self, stream: Stream, worker: Worker) -> None:
         """Its worker has prefilled it: it goes on at one that decodes."""
         stream.leave("prefilled it")
         try:
@@ -364,7 +364,7 @@ class Flights:
     # ---- a worker's side ---------------------------------------------------------------------------------------
 
     def on_outputs(self, worker_id: str, outputs: Iterable[Output]) -> None:
-        """What one step of a worker gave. Outputs of requests nobody knows any more are dropped."""
+        """What one step of a worker gave. Outputs of requests nothing knows any more are dropped."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return
@@ -397,25 +397,25 @@ class Flights:
         if reason is not None and stream.is_over_at_worker:
             self._end_at_worker(stream)
             if not stream.is_settled:  # some of its sequences were only prefilled
-                self._hand_over(stream, worker)
+                self._hand_off(stream, worker)
         elif (stream.is_complete or stream.is_overfull) and not stream.is_cancelling:
             stream.is_cancelling = True
             self._spawn(self._cancel_at_worker(stream))
 
     def attach(self, info: WorkerInfo, port: WorkerPort) -> None:
-        """A worker is there, new or anew. What one of its id before was doing goes on elsewhere."""
+        """A worker is there, new or restarted. What one of its id before was doing goes on elsewhere."""
         before = self._workers.get(info.worker_id)
         if before is not None:
-            self.lose(before, "it was started anew")
+            self.lose(before, "it was restarted")
         self._workers.add(info, port)
         self.health_changed.set()
         self._try_suspects()
 
     def look(self) -> None:
-        """To be called once in TURN_S: whoever nothing is heard of gets nothing more that others can take."""
+        """To be called once in TURN_S: a worker that nothing is heard of gets nothing more that others can take."""
         for worker in self._workers.look():
             worker.condition.is_now(STALLED, time.time())
-            log.info("worker %s stands still with %d requests", worker.info.worker_id, len(worker.streams))
+            log.info("worker %s is stalled with %d requests", worker.info.worker_id, len(worker.streams))
 
     def detach(self, worker_id: str) -> bool:
         """A worker is taken out; what it was doing goes on elsewhere. Whether it was there."""

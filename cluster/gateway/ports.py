@@ -16,7 +16,7 @@ from kvtier.workers.requests.api import EngineRequest, Explanation
 
 HEALTH_S = 5.0  # an owner that doesn't answer in this time is not well
 HEALTHY, UNHEALTHY, DEAD = "healthy", "unhealthy", "dead"
-STALLED = "stalled"  # it lives for all that is known, and stands still
+STALLED = "stalled"  # it lives for all that is known, and is stalled
 Outcomes = list[tuple[bytes, Outcome]]
 Told = list[tuple[bytes, int]]  # clear epochs by tenant, as tier.clears.Clears has them
 Tenant = str | bytes | None  # by name; by digest where the configuration doesn't know it; None: all

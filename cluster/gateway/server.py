@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvtier.cluster.config.deployment import GrpcConfig, TLSConfig
 from kvtier.cluster.gateway.admission import STOPPED, GatewayCore
-from kvtier.cluster.gateway.cache_api.cache import CacheVerbs
+from kvtier.cluster.gateway.cache_api.cache import CacheApi
 from kvtier.cluster.gateway.requests.reading import Refusal, invalid
 from kvtier.cluster.gateway.requests.wire import excess
 from kvtier.cluster.machines.addresses import bind_error
@@ -61,7 +61,7 @@ class GatewayServer:
     def __init__(
         self,
         core: GatewayCore,
-        cache: CacheVerbs,
+        cache: CacheApi,
         status: Callable[[], Awaitable[inference_pb2.StatusReply]],
         config: GrpcConfig,
         max_generates: int,
@@ -267,7 +267,7 @@ class _Inference(inference_pb2_grpc.InferenceServicer):
 
 
 class _Cache(cache_pb2_grpc.CacheServicer):
-    def __init__(self, verbs: CacheVerbs) -> None:
+    def __init__(self, verbs: CacheApi) -> None:
         self._verbs = verbs
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> Any:

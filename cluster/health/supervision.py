@@ -1,4 +1,4 @@
-"""Who of a deployment lives, who must be made anew, and who must be told of whom. Pure: decides, reads no clock.
+"""Who of a deployment lives, who must be restarted, and who must be told of whom. Pure: decides, reads no clock.
 
 The shell tells what it sees of the parts' processes; each answer is what to say and what to do. What must be told to whom
 follows from who lives, so nothing that gets lost on the way, and no order in which parts come back, leaves a gap.
@@ -68,7 +68,7 @@ class Lost:
     part: str
     reason: str
     is_over: bool = False
-    is_dead: bool = True  # False: nobody knows, it can't be reached
+    is_dead: bool = True  # False: nothing knows, it can't be reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Make a part anew, and end what is left of it: Ray won't start it again, or it can't be used."""
+    """Restart a part, and end what is left of it: Ray won't start it again, or it can't be used."""
 
     part: str
 
@@ -132,12 +132,12 @@ class _Part:
     member: Member
     incarnation: Incarnation | None = None  # of the process that lives
     last: Incarnation | None = None  # of the latest one that lived
-    is_over: bool = False  # it must be made anew
+    is_over: bool = False  # it must be restarted
     attempts: int = 0  # to make it, in a row
     not_before: float = 0.0  # the next attempt
     reason: str = ""  # why the last one failed
     waits_for: str = ""  # why none could be made
-    made: int = 0  # how often it was made anew, each time with another handle
+    made: int = 0  # how often it was restarted, each time with another handle
     absent_since: float | None = None  # no process of it answers, though Ray may yet bring one
 
 
@@ -153,13 +153,13 @@ class Life:
     """All parts of a deployment, from the moment it serves. Owned by the supervisor's main thread."""
 
     def __init__(self, members: Iterable[Member], absent_s: float = ABSENT_S) -> None:
-        """A part that answers nothing for `absent_s`, such as one whose constructor hangs, is made anew."""
+        """A part that answers nothing for `absent_s`, such as one whose constructor hangs, is restarted."""
         self._absent_s = absent_s
         self._parts = {member.name: _Part(member) for member in members}
         self._tellings: dict[tuple[Wire, str], _Telling] = {}
 
     def began(self, incarnations: dict[str, Incarnation]) -> None:
-        """All these parts live and the gateway serves with all of them; nobody has been told of the directory."""
+        """All these parts live and the gateway serves with all of them; nothing has been told of the directory."""
         for name, incarnation in incarnations.items():
             self._parts[name].incarnation = self._parts[name].last = incarnation
         for wire, part, about in self._needed():
@@ -183,7 +183,7 @@ class Life:
         return [*self._overdue(now), *self._makes(now), *self._tells(now)]
 
     def hopeless(self) -> str:
-        """Why nobody can be served any more, whatever is waited for; "" while that may change."""
+        """Why nothing can be served any more, whatever is waited for; "" while that may change."""
         for part in self._of(Kind.GATEWAY):
             if part.attempts >= GIVE_UP:
                 return f"the gateway can't be started again: {part.reason}"
@@ -285,7 +285,7 @@ class Life:
             if now - part.absent_since >= self._absent_s:
                 reason = f"answers nothing for {self._absent_s:.0f} s"
                 self._is_over(part, f"it {reason}", now)
-                said.append(Say(f"{part.member.name} {reason}, and is made anew"))
+                said.append(Say(f"{part.member.name} {reason}, and is restarted"))
         return said
 
     def _makes(self, now: float) -> list[Command]:

@@ -12,7 +12,7 @@ def prepare(environment: MutableMapping[str, str], *, is_ours: bool = True) -> N
     """Set what Ray, its daemons and our actors, which all inherit it, are to go by.
 
     `is_ours`: this process starts the whole Ray cluster, all of it on this machine, so nothing of it listens on other
-    addresses, and nobody else gets in. A cluster that is joined has a token of its own, or none: what is found of it is shown.
+    addresses, and nothing else gets in. A cluster that is joined has a token of its own, or none: what is found of it is shown.
     """
     environment.update(
         {
@@ -30,7 +30,7 @@ def prepare(environment: MutableMapping[str, str], *, is_ours: bool = True) -> N
         if _has_token(environment):  # shown in this mode only; a cluster without tokens doesn't mind
             environment.setdefault("RAY_AUTH_MODE", "token")
     else:
-        environment["RAY_AUTH_MODE"] = "token"  # nobody else on this machine may run code in our processes
+        environment["RAY_AUTH_MODE"] = "token"  # nothing else on this machine may run code in our processes
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Ray turns a node address of 127.0.0.1 into an outside one unless it may not cluster at all.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

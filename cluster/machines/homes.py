@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from kvtier.cluster.machines.node_probe import Ground, Scout, ScoutError
+from kvtier.cluster.machines.node_probe import NodeInfo, NodeProbe, NodeProbeError
 from kvtier.cluster.machines.placement import (
     Machine,
     Place,
@@ -22,7 +22,7 @@ from kvtier.cluster.machines.placement import (
 
 _POLL_S = 0.1
 _SEE_EVERY_S = 1.0  # where the bundles lie
-_AGAIN_S = 30.0  # before a machine that could not be used is looked at anew
+_AGAIN_S = 30.0  # before a machine that could not be used is looked at again
 
 
 class NoHome(Exception):
@@ -34,7 +34,7 @@ class Home:
     """Where a node's parts are made."""
 
     place: Place
-    ground: Ground
+    ground: NodeInfo
 
 
 @dataclass(slots=True)
@@ -49,10 +49,10 @@ class Homes:
 
     A node stays where it is until its machine leaves the Ray cluster. Ray then moves its bundle to another machine that
     fits, and its parts are made there once that one has been looked at. Where that machine's disk has the pages of
-    another node that has lost its machine, the two swap their bundles: no node begins anew beside its own pages.
+    another node that has lost its machine, the two swap their bundles: no node starts over beside its own pages.
     """
 
-    def __init__(self, placement: Placement, scout: Scout, here: Ground | None) -> None:
+    def __init__(self, placement: Placement, scout: NodeProbe, here: NodeInfo | None) -> None:
         """`here`: what this machine offers, where all nodes are on it; None: each is looked at."""
         self._placement = placement
         self._scout = scout
@@ -61,7 +61,7 @@ class Homes:
         self._machines: dict[int, Machine] = {}  # by bundle
         self._seen_at: float | None = None
         self._looks: dict[str, _Look] = {}  # by the machine's id in Ray
-        self.notes: list[str] = []  # for people, until somebody takes them
+        self.notes: list[str] = []  # for people, until something takes them
 
     def find(self, progress: Callable[[str], None]) -> list[Home]:
         """Take the machines, and look at each. Raises PlacementError, and ScoutError naming the first bad one."""
@@ -101,7 +101,7 @@ class Homes:
         is_gone = place.machine.ray_id not in {machine.ray_id for machine in machines_now()}
         return place.machine.address if is_silent or is_gone else ""
 
-    def _grounds(self, places: list[Place], progress: Callable[[str], None]) -> list[Ground]:
+    def _grounds(self, places: list[Place], progress: Callable[[str], None]) -> list[NodeInfo]:
         if self._here is not None:
             return [self._here] * len(places)
         asked = [self._scout.ask(self._placement.on(place)) for place in places]
@@ -134,7 +134,7 @@ class Homes:
         machine = self._seen().get(place.bundle)
         return machine is not None and machine.ray_id == place.machine.ray_id
 
-    def _looked_at(self, place: Place) -> Ground:
+    def _looked_at(self, place: Place) -> NodeInfo:
         """What a machine offers that is new to us. Raises NoHome."""
         ray_id, now = place.machine.ray_id, time.monotonic()
         look = self._looks.get(ray_id)
@@ -145,7 +145,7 @@ class Homes:
         if not look.refusal:
             try:
                 ground = self._scout.ground(place, look.answer)
-            except ScoutError as error:
+            except NodeProbeError as error:
                 look.refusal, look.again_at = str(error), now + _AGAIN_S
             else:
                 del self._looks[ray_id]

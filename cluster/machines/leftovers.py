@@ -34,7 +34,7 @@ def stamp_of(pid: int) -> Stamp:
 
 @cache
 def _boot() -> str:
-    """Ticks begin anew with each boot, and records outlive it."""
+    """Ticks start over with each boot, and records outlive it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -20,12 +20,12 @@ from kvtier.workers.machine.limits import cores_here
 from kvtier.workers.models.files.store import ModelError, default_cache, resolve
 
 
-class ScoutError(RuntimeError):
+class NodeProbeError(RuntimeError):
     """A machine can't be used; the message names it, and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class NodeInfo:
     """What a machine offers. `model` is the model's folder there, `cache` kvtier's; `cores` are those we may use at once, and
     `kept` the folders of L4 on its disk."""
 
@@ -92,7 +92,7 @@ def _host_refusal(host: str) -> str:
     return ""
 
 
-class Scout:
+class NodeProbe:
     """Looks at machines for a deployment, as tasks of Ray."""
 
     def __init__(self, config: Config) -> None:
@@ -103,18 +103,20 @@ class Scout:
         """Look at the machine on which this strategy puts a task: the call that will tell what it found."""
         return self._look.options(scheduling_strategy=strategy).remote(*self._about)
 
-    def ground(self, place: Place, answer: Any) -> Ground:
+    def ground(self, place: Place, answer: Any) -> NodeInfo:
         """What was found. Raises ScoutError, naming the machine."""
         where = f"{place.node_id} ({place.machine.address})"
         try:
             report: _Report = ray.get(answer)
         except RayTaskError as error:
-            raise ScoutError(_import_sentence(where, error)) from error
+            raise NodeProbeError(_import_sentence(where, error)) from error
         except RayError as error:
-            raise ScoutError(f"{where} can't be looked at: {str(error).strip().splitlines()[0]}") from error
+            raise NodeProbeError(
+                f"{where} can't be looked at: {str(error).strip().splitlines()[0]}"
+            ) from error
         if report.wrong:
-            raise ScoutError(f"{where}: {report.wrong}")
-        return Ground(Path(report.model), Path(report.cache), report.cores, report.kept)
+            raise NodeProbeError(f"{where}: {report.wrong}")
+        return NodeInfo(Path(report.model), Path(report.cache), report.cores, report.kept)
 
 
 def _import_sentence(where: str, error: RayTaskError) -> str:

@@ -24,7 +24,7 @@ from kvtier.cluster.machines.addresses import unreachable
 from kvtier.cluster.machines.leftovers import descendants, end
 
 _ATTEMPTS = 2
-REVIVE_S = 2.0  # before a raylet that could not be started again is tried anew; twice as long each time
+REVIVE_S = 2.0  # before a raylet that could not be started again is tried again; twice as long each time
 REVIVE_MOST_S = 60.0
 _LOOPBACK = "127.0.0.1"  # holds by what environment.prepare has set
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB; no page bytes ever go there
@@ -103,7 +103,7 @@ class Raylets:
         for number in range(1, self._config.raylets):
             self._more[number] = self._started(number)
 
-    def revive(self) -> list[str]:
+    def restart(self) -> list[str]:
         """Start raylets again that have died; one line for each. The head's can't be: its death is Ray's."""
         said = []
         for number, node in list(self._more.items()):
@@ -120,7 +120,7 @@ class Raylets:
                 dead.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
                 self._more[number] = self._started(number)
         except RayUnavailable as error:
-            end(set(descendants()) - before, at_once=True)  # what has been started of it, which nobody knows
+            end(set(descendants()) - before, at_once=True)  # what has been started of it, which nothing knows
             failures = self._failures[number] = self._failures.get(number, 0) + 1
             pause_s = min(REVIVE_MOST_S, REVIVE_S * 2 ** (failures - 1))
             self._not_before[number] = time.monotonic() + pause_s

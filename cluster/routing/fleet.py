@@ -14,14 +14,14 @@ FIRST_ROWS = 16  # grows twofold
 class Fleet:
     """Owned by the gateway. Each worker has a row, which it keeps until it is removed; others take its place then.
 
-    `counts` is [3, rows]: queued tokens, sequences, and the number of the last choice that fell on it; 0 where nobody is.
+    `counts` is [3, rows]: queued tokens, sequences, and the number of the last choice that fell on it; 0 where nothing is.
     """
 
     def __init__(self) -> None:
         self.counts: IntArray = np.zeros((3, FIRST_ROWS), np.int64)
         self._loads: dict[str, Load] = {}  # by the worker's id
         self._free = list(range(FIRST_ROWS - 1, -1, -1))
-        self._places: _Places | None = None  # None: somebody came or went
+        self._places: _Places | None = None  # None: something came or went
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -39,7 +39,7 @@ class Fleet:
         return load
 
     def remove(self, worker_id: str) -> None:
-        """A worker isn't there any more; what its Load is told from now on is told to nobody. Idempotent."""
+        """A worker isn't there any more; what its Load is told from now on is told to nothing. Idempotent."""
         load = self._loads.pop(worker_id, None)
         if load is None:
             return
@@ -66,7 +66,7 @@ class Fleet:
 
     @property
     def nodes(self) -> IntArray:
-        """The number of each row's node; 0 where nobody is."""
+        """The number of each row's node; 0 where nothing is."""
         return self._seen.nodes
 
     @property

@@ -2,7 +2,7 @@
 
 A worker's time to a request's first token is the time to compute what is queued there and what of the prompt it finds
 nowhere, and to load what it does find: its own L1 costs nothing, the tiers of its node little, another node's more. So a
-conversation stays where its pages are, until the queue there costs more than computing them anew elsewhere.
+conversation stays where its pages are, until the queue there costs more than computing them again elsewhere.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Reach:
         self._kinds = list(found)
 
     def _read(self, held: Iterable[Held]) -> None:
-        """Often hundreds: everybody has the first page of a common prompt."""
+        """Often hundreds: all has the first page of a common prompt."""
         nodes, own, rows = self._nodes, self._own, self._fleet.row_numbers
         for node_id, worker_id, tier, address, pages in held:
             if worker_id:
@@ -176,7 +176,7 @@ class _Reach:
         by_node = np.zeros(1 + len(numbers), np.int64)
         for name, found in self._found.items():
             by_node[numbers.get(name, 0)] = found
-        by_node[0] = 0  # that of nodes without workers, whom nobody asks about
+        by_node[0] = 0  # that of nodes without workers, whom nothing asks about
         alike = by_node[fleet.nodes]
         own_pages = np.fromiter(self._own.values(), np.int64, len(self._own))
         alike[np.fromiter(self._own, np.int64, len(self._own))] += kinds * own_pages

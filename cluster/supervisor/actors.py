@@ -11,7 +11,7 @@ from kvtier.cluster.config.nodes import TransferTls
 from kvtier.cluster.config.policies import digest_shares, policy_settings, request_weights, tenant_shares
 from kvtier.cluster.machines.homes import Home
 from kvtier.cluster.machines.l4_folders import clears_folder, l4_root
-from kvtier.cluster.machines.node_probe import Ground
+from kvtier.cluster.machines.node_probe import NodeInfo
 from kvtier.cluster.machines.placement import Place, Placement, here
 from kvtier.cluster.machines.stored_pages import StoredPages
 from kvtier.cluster.transfer.wire import TlsFiles
@@ -20,9 +20,9 @@ ALWAYS = -1  # Ray's max_restarts: start it again as often as it dies
 
 
 class Actors:
-    """Every call makes one actor and returns its handle. Holds what must be the same each time a part is made anew.
+    """Every call makes one actor and returns its handle. Holds what must be the same each time a part is restarted.
 
-    Ray starts none again but the directory: a part that is made anew may have to be told of another machine.
+    Ray starts none again but the directory: a part that is restarted may have to be told of another machine.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Actors:
         self._roles = config.worker.roles(nodes * config.worker.count)
 
     def node(self, home: Home) -> Any:
-        """A CacheNode. The first one of a node must be able to use its L4; one made anew goes on without."""
+        """A CacheNode. The first one of a node must be able to use its L4; one restarted goes on without."""
         from kvtier.cluster.node import CacheNode
 
         tiers, place = self._config.tiers, home.place
@@ -164,7 +164,7 @@ class Actors:
             sampling=config.model.sampling,
         )
 
-    def worker_threads(self, ground: Ground) -> int:
+    def worker_threads(self, ground: NodeInfo) -> int:
         """Threads of each worker: as configured, else the physical cores of its machine, shared out."""
         config = self._config
         on_one_machine = config.worker.count * config.ray.raylets

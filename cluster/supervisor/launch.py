@@ -17,7 +17,7 @@ from kvtier.cluster.config.deployment import Config
 from kvtier.cluster.health.memory_watch import MemoryWatch
 from kvtier.cluster.health.supervision import ABSENT_S, Kind, Member
 from kvtier.cluster.machines.homes import Home, Homes, NoHome
-from kvtier.cluster.machines.node_probe import Ground, Scout, ScoutError, tls_refusal
+from kvtier.cluster.machines.node_probe import NodeInfo, NodeProbe, NodeProbeError, tls_refusal
 from kvtier.cluster.machines.placement import Place, Placement, PlacementError
 from kvtier.cluster.machines.raylets import Raylets, RayUnavailable
 from kvtier.cluster.machines.stored_pages import StoredPages, l1_notice, latent_refusal, stored_pages
@@ -57,8 +57,8 @@ class Launched:
         self._ray_dir = ray_dir
         self._raylets = Raylets(config.ray, *_processes(config), ray_dir)
         self._placement = Placement(config)
-        here = Ground(model, cache, cores_here()) if config.ray.is_ours else None
-        self._homes = Homes(self._placement, Scout(config), here)
+        here = NodeInfo(model, cache, cores_here()) if config.ray.is_ours else None
+        self._homes = Homes(self._placement, NodeProbe(config), here)
         self._parts: list[Part] = []
         self._watch: Watch | None = None
         self._memory = MemoryWatch()
@@ -84,7 +84,7 @@ class Launched:
                 ray_started()
                 stored, l1_notice = loading.result()
             places = [home.place for home in self._homes.find(progress)]
-        except (RayUnavailable, PlacementError, ScoutError) as error:
+        except (RayUnavailable, PlacementError, NodeProbeError) as error:
             raise LaunchError(str(error)) from error
         if l1_notice:
             self.notes.append(l1_notice)
@@ -98,10 +98,10 @@ class Launched:
         assert self._watch is not None
         if not self._raylets.is_alive():
             return []
-        return [*self._raylets.revive(), *self._watch.look(time.monotonic()), *self._homes_say()]
+        return [*self._raylets.restart(), *self._watch.look(time.monotonic()), *self._homes_say()]
 
     def hopeless(self) -> str:
-        """Why nobody can be served any more; "" while all is well, or may be well again."""
+        """Why nothing can be served any more; "" while all is well, or may be well again."""
         assert self._watch is not None
         if not self._raylets.is_alive():
             killed = self._memory.reason()
@@ -251,7 +251,7 @@ def _load(model: Path, config: Config) -> tuple[StoredPages, str]:
         stored, notice = stored_pages(model, config), l1_notice(model, config)
     except (ValueError, OSError) as error:
         raise LaunchError(f"model {model}: {error}") from error
-    if notice and config.model.max_context:  # somebody asked for so much
+    if notice and config.model.max_context:  # something asked for so much
         raise LaunchError(notice)
     return stored, notice
 

@@ -1,4 +1,4 @@
-"""Watches the processes of a deployment and does what `cluster/health/supervision.py` and `cluster/health/heartbeats.py` decide: ends parts, makes them anew, and
+"""Watches the processes of a deployment and does what `cluster/health/supervision.py` and `cluster/health/heartbeats.py` decide: ends parts, restarts them, and
 tells them of each other.
 """
 
@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from kvtier.cluster.gateway.owners.part_states import PartState, PartStates
-from kvtier.cluster.health.heartbeats import Ask, Kill, Pulses
+from kvtier.cluster.health.heartbeats import Ask, Heartbeats, Kill
 from kvtier.cluster.health.memory_watch import MemoryWatch
 from kvtier.cluster.health.supervision import (
     ABSENT_S,
@@ -123,13 +123,13 @@ class Watch:
         absent_s: float = ABSENT_S,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """The parts' processes are known and the gateway serves. One that stands still for so long is killed, and made
-        anew what answers nothing for `absent_s` while nobody knows of its death."""
+        """The parts' processes are known and the gateway serves. One that is stalled for so long is killed, and made
+        again what answers nothing for `absent_s` while nothing knows of its death."""
         self._parts = {part.name: part for part in parts}
         self._memory = memory or MemoryWatch()
         members = [part.member for part in parts]
         self._life = Life(members, absent_s)
-        self._pulses = Pulses(stalled_after_s)
+        self._pulses = Heartbeats(stalled_after_s)
         self._pulse_questions: dict[str, _Question] = {}
         self._states = PartStates(members)
         self._health_questions: dict[str, _Question] = {}
@@ -156,7 +156,7 @@ class Watch:
         return said
 
     def hopeless(self) -> str:
-        """Why nobody can be served any more; "" while that may change."""
+        """Why nothing can be served any more; "" while that may change."""
         return self._life.hopeless()
 
     def _seen(self, part: Part) -> list[Answered | Lost]:
@@ -207,7 +207,7 @@ class Watch:
         return answered
 
     def _feel(self, now: float, said: list[str]) -> None:
-        """The pulses of all, and how the exchanges are; what the gateway is to show of it."""
+        """The heartbeats of all, and how the exchanges are; what the gateway is to show of it."""
         living = self._life.incarnations()
         for name, incarnation, answer in self._taken(self._pulse_questions):
             if answer is None:
@@ -217,7 +217,7 @@ class Watch:
         for command in self._pulses.look(living, now):
             match command:
                 case Ask():
-                    self._ask(self._pulse_questions, command.part, living, "pulse")
+                    self._ask(self._pulse_questions, command.part, living, "heartbeat")
                 case Kill():
                     self._kill(self._parts[command.part])
                 case Say():

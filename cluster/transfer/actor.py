@@ -26,7 +26,7 @@ from kvtier.workers.machine.endpoints import Endpoint, bare_host
 log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 8  # threads of the actor
-PULSE = {"pulse": 1}  # a thread of its own, so that calls that wait don't make it look stalled
+PULSE = {"heartbeat": 1}  # a thread of its own, so that calls that wait don't make it look stalled
 STOP_GRACE_S = 0.5
 MAX_NOTES = 64
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
@@ -112,8 +112,8 @@ class PageExchangeProcess:
             return stuck
         return None if self._link.session is not None else f"the cache of node {self._node_id} is away"
 
-    @ray.method(concurrency_group="pulse")
-    def pulse(self) -> float:
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self) -> float:
         """Seconds since the thread that decides on fetches turned: 0, once it has answered."""
         self._fetcher.stats()
         return 0.0

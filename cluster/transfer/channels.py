@@ -34,7 +34,7 @@ MAX_IDLE = 32  # channels that are kept open while nothing is fetched
 ASK_FIRST_S, ASK_LAST_S = 1.0, 60.0
 
 # What becomes of a channel: kept for the next fetch, closed (its connection may be stuck), or closed with all others to
-# that peer, and the peer asked anew who it is.
+# that peer, and the peer asked again who it is.
 After = Literal["keep", "close", "forget"]
 
 _REFUSALS = (

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def is_interrupted(self) -> bool:
-        """Nobody waits any more."""
+        """Nothing waits any more."""
         return self._is_interrupted
 
     def left_s(self) -> float:
@@ -145,7 +145,7 @@ class Fetcher:
         if not self._thread.is_alive():
             return "the thread that decides on fetches has ended"
         if busy_since is not None and now - busy_since > STUCK_S:
-            return f"the thread that decides on fetches stands still for {now - busy_since:.0f} s"
+            return f"the thread that decides on fetches is stalled for {now - busy_since:.0f} s"
         late_s = max((now - run.deadline for run in self._running.copy().values()), default=0.0)
         return f"a fetch goes on {late_s:.0f} s after its deadline" if late_s > STUCK_S else None
 
@@ -230,7 +230,7 @@ class Fetcher:
             failure, ending = self._outcome(begin, run, session)
             ran = Ran(begin.ref, failure, ending)
         finally:
-            if ran.failure == "broke":  # what goes up from here is seen by nobody
+            if ran.failure == "broke":  # what goes up from here is seen by nothing
                 what = "a fetch from node %s broke; its pages are computed"
                 log.error(what, begin.fetch.node_id, exc_info=True)  # noqa: LOG014  it goes up meanwhile
             self._inbox.put(ran)

@@ -17,7 +17,7 @@ PAGES_AT_ONCE = 8  # copied before their leases end
 
 
 def connect(socket_path: str, worker_id: str, node_id: str, incarnation: str) -> NodeSession:
-    """The CacheNode that a peer on this machine named. ConnectionError when another answers there, or nobody."""
+    """The CacheNode that a peer on this machine named. ConnectionError when another answers there, or nothing."""
     session = NodeSession(0, _ignore)
     session.connect(socket_path, worker_id, CONNECT_TIMEOUT_S)
     if (session.node_id, session.incarnation) != (node_id, incarnation):

@@ -62,7 +62,7 @@ class _Touching:
 class NodeSession:
     """One connection to a CacheNode. Any thread may use it until it is lost.
 
-    The slab stays mapped while a thread is in `touching`; then the connection closes, which tells the node that nobody
+    The slab stays mapped while a thread is in `touching`; then the connection closes, which tells the node that nothing
     touches it any more. `number` tells the connections of one process apart.
     """
 
@@ -146,12 +146,12 @@ class NodeSession:
         return reading
 
     def forget(self, reading: Reading) -> None:
-        """Nobody listens for this reading any more."""
+        """Nothing listens for this reading any more."""
         with self._lock:
             self._readings.pop(reading.request_id, None)
 
     def close(self) -> None:
-        """Let go: all waits end with NodeGone, and the connection closes once nobody touches the slab. Idempotent."""
+        """Let go: all waits end with NodeGone, and the connection closes once nothing touches the slab. Idempotent."""
         with self._lock:
             self.lost.set()
             for reading in self._readings.values():
@@ -315,14 +315,14 @@ def is_damaged(page: HostPage, slot: memoryview) -> bool:
 
 
 def run_or_exit(run: Callable[[], None]) -> None:
-    """Run what a process can't do without; its fault ends the process, and whoever started that begins it anew."""
+    """Run what a process can't do without; its fault ends the process, and its supervisor restarts it."""
     is_well = False
     try:
         run()
         is_well = True
     finally:
         if not is_well:
-            log.critical("the exchange ends: it is to be started anew", exc_info=True)  # noqa: LOG014
+            log.critical("the exchange ends: it is to be restarted", exc_info=True)  # noqa: LOG014
             logging.shutdown()
             os._exit(1)
 
@@ -354,7 +354,7 @@ class NodeLink:
 
     @property
     def is_alive(self) -> bool:
-        """It connects anew when it must."""
+        """It reconnects when it must."""
         return self._thread.is_alive()
 
     @property

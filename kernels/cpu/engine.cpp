@@ -269,7 +269,7 @@ void kvt_write(void* pool, int dtype, const KVLayout* layout, const Plan* plan, 
     with_format(dtype, [&](auto f) { write<decltype(f)>(p, *layout, *plan, arena, layer, k, v); });
 }
 
-// Pages `sources` of one format, written anew as `targets` of another, all layers.
+// Pages `sources` of one format, written again as `targets` of another, all layers.
 void kvt_convert(void* pool, int dtype, const KVLayout* layout, uint8_t* arena, int layers, int count,
                  const int32_t* sources, int source_format, const int32_t* targets, int target_format) {
     with_format(dtype, [&](auto f) {

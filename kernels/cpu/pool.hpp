@@ -20,7 +20,7 @@ inline void relax() {
 }
 
 // The caller of run() takes chunks as well, and waits for chunks to be done, never for threads to arrive: a helper that
-// isn't scheduled holds nobody up. Helpers spin for some microseconds, then sleep.
+// isn't scheduled holds nothing up. Helpers spin for some microseconds, then sleep.
 //
 // One 64-bit ticket names loop, number of chunks and next chunk, so that a late helper can't mistake one loop's chunk
 // for another's. A loop's description is overwritten two loops later, when all its chunks are done.

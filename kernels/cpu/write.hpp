@@ -1,4 +1,4 @@
-// Writes keys and values into pages in their format, and pages anew in another. Codes and scales are those of
+// Writes keys and values into pages in their format, and pages again in another. Codes and scales are those of
 // kernels/reference.py, bit for bit: divisions stay divisions, and halves round to even.
 #pragma once
 #include "quant.hpp"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO_NODES, ONE_NODE = ROOT / "cluster" / "two-nodes.yaml", ROOT / "cluster" / "local.yaml"
 HOOKS = Path(__file__).resolve().parent / "hooks"
 PATIENCE_S = 600.0  # of a loaded machine; no law hangs on it
-STALLED_AFTER_S = 30  # a part that stands still so long is killed: well before a request's deadline
+STALLED_AFTER_S = 30  # a part that is stalled so long is killed: well before a request's deadline
 STARTS = 6  # Ray gives its own processes half a minute, which a loaded machine may not have
 RAY_WAS_SLOW = ("timed out during startup", "Ray doesn't start")
 MOST_PAGES = 10_000
@@ -156,7 +156,7 @@ class Deployment:
         try:
             yield
         finally:
-            with suppress(psutil.NoSuchProcess):  # it was killed for standing still
+            with suppress(psutil.NoSuchProcess):  # it was killed for stalled
                 process.send_signal(signal.SIGCONT)
 
     # ---- questions -----------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Deployment:
     # ---- what must hold when nothing runs ------------------------------------------------------------------------
 
     def settled(self) -> dict[str, Any]:
-        """The status once everybody is well and nothing is under way."""
+        """The status once all is well and nothing is under way."""
         status = eventually(self._settled, PATIENCE_S, every_s=0.1)
         assert status is not None, f"not within {PATIENCE_S:g} s well and idle: {self._busy}"
         return status
@@ -231,7 +231,7 @@ class Deployment:
         return bool(part == "directory" or self.ask(part, "idle"))
 
     def check(self) -> None:
-        """The counts of every part are right, nobody holds a page, and without pages nothing is in use."""
+        """The counts of every part are right, nothing holds a page, and without pages nothing is in use."""
         self.settled()
         for part in self.parts():
             if not part.startswith("exchange"):

@@ -52,7 +52,7 @@ def worker_in_prefill(scene: Scene) -> None:
 
 
 def worker_in_decode(scene: Scene, lose: Callable[[psutil.Process], None]) -> None:
-    """One that only stands still answers nothing and closes nothing, until it is found to do so and is killed."""
+    """One that only is stalled answers nothing and closes nothing, until it is found to do so and is killed."""
     victim = scene.rng.choice(("worker-0", "worker-1"))
     deaths = scene.there.deaths(victim)
     asked = scene.questions(4, SHORT, 64)
@@ -163,7 +163,7 @@ def exchange(scene: Scene, part: str) -> None:
 
 
 def cut_off(scene: Scene) -> None:
-    """In the middle of a transfer, which is slow so that it lasts, packets are lost, and nobody is told."""
+    """In the middle of a transfer, which is slow so that it lasts, packets are lost, and nothing is told."""
 
     def cut() -> None:
         scene.pause(0.5)
@@ -175,7 +175,7 @@ def cut_off(scene: Scene) -> None:
 
 
 def silent(scene: Scene) -> None:
-    """The exchange that serves stands still: its connections stay, and say nothing."""
+    """The exchange that serves is stalled: its connections stay, and say nothing."""
     asked = scene.questions(6, MIDDLE, 8)
     scene.spread(asked, "worker-0")
     before = scene.there.fetch_failures()
@@ -190,7 +190,7 @@ def silent(scene: Scene) -> None:
 
 
 def silent_at_home(scene: Scene) -> None:
-    """The exchange that a node fetches by stands still: the node's orders are not answered."""
+    """The exchange that a node fetches by is stalled: the node's orders are not answered."""
     asked = scene.questions(6, MIDDLE, 8)
     scene.spread(asked, "worker-0")
     before = scene.ordered_pages("cache node node-1")
@@ -199,7 +199,7 @@ def silent_at_home(scene: Scene) -> None:
     scene.there.settled()
     ordered = (
         scene.ordered_pages("cache node node-1") - before
-    )  # while it stood still: nothing was asked for since
+    )  # while it was stalled: nothing was asked for since
     scene.fetches_again()
     scene.end(asked)
     if not ordered:
@@ -294,7 +294,7 @@ FAULTS = [
         in_suite=True,
     ),
     Fault(
-        "a worker stands still",
+        "a worker is stalled",
         "a long pause in its streams: they go on at another worker with the same tokens",
         partial(worker_in_decode, lose=psutil.Process.suspend),
         in_suite=True,
@@ -312,7 +312,7 @@ FAULTS = [
     ),
     Fault(
         "the directory is killed",
-        "nothing, but that pages of other nodes are not found until it has heard of them anew",
+        "nothing, but that pages of other nodes are not found until it has heard of them again",
         directory,
         in_suite=True,
     ),
@@ -340,11 +340,11 @@ FAULTS = [
         in_suite=True,
     ),
     Fault(
-        "a peer's exchange stands still", "slower answers: it is given up, and left alone for a while", silent
+        "a peer's exchange is stalled", "slower answers: it is given up, and left alone for a while", silent
     ),
     Fault(
-        "a node's own exchange stands still",
-        "slower answers: what other nodes hold is computed, until it goes on or is made anew",
+        "a node's own exchange is stalled",
+        "slower answers: what other nodes hold is computed, until it goes on or is restarted",
         silent_at_home,
     ),
     Fault("a peer answers at 1 KB/s", "slower answers: it is given up, and left alone for a while", slow),

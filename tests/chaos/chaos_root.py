@@ -59,7 +59,7 @@ class Wire:
             run(*self.within, "ip", "link", "set", link, "up")
 
     def cut(self) -> None:
-        """All packets are lost, both ways: they go to a hardware address that nobody has. Nobody is told."""
+        """All packets are lost, both ways: they go to a hardware address that nothing has. Nothing is told."""
         near, far = self._ends
         run("ip", "neigh", "replace", self.there, "lladdr", NOBODY, "dev", near, "nud", "permanent")
         lost = ("ip", "neigh", "replace", self.here, "lladdr", NOBODY, "dev", far, "nud", "permanent")
@@ -104,7 +104,7 @@ class Disk:
     def __init__(self, image: Path, folder: Path) -> None:
         self.folder = folder
         self._image = image
-        self._filler = folder / "of somebody else"
+        self._filler = folder / "of another"
 
     def mount(self) -> None:
         """Once the disk has been made or unmounted: what broke is repaired."""

@@ -76,7 +76,7 @@ def _cut_off(scene: Scene, cable: Wire, far: FarMachine, comes_back: bool) -> No
             there.ask(part, "check")
         assert not there.status()["in_flight"]
         there.down()
-    _are_gone(pids)  # without being told, where nobody could
+    _are_gone(pids)  # without being told, where nothing could
     if was_over:
         raise Missed("all requests had ended")
 
@@ -150,7 +150,7 @@ def _with_a_disk_of_its_own(environment: Mapping[str, str], cache: Path) -> dict
 
 
 def disk_full(folder: Path, model: Path, right: Reference, rng: Random) -> None:
-    """Somebody else's file takes all that is left: pages, the catalogue and its log find no room, until it goes."""
+    """Another's file takes all that is left: pages, the catalogue and its log find no room, until it goes."""
     with _with_l4_on_a_disk(folder, model, right, rng) as (scene, there):
         kept = _kept(scene)
         there.fill()

@@ -1,4 +1,4 @@
-"""A CacheNode that is made anew on a disk that can't be written: without L4, whose pages are there for a later start."""
+"""A CacheNode that is restarted on a disk that can't be written: without L4, whose pages are there for a later start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def came_from(peer: Peer, num_pages: int) -> list[str]:
 
 
 @both_stores
-def test_a_node_made_anew_goes_on_without_l4_and_finds_its_pages_once_the_disk_is_repaired(
+def test_a_node_made_again_goes_on_without_l4_and_finds_its_pages_once_the_disk_is_repaired(
     tmp_path: Path, small: Disk, store: str
 ) -> None:
     folder = l4_folder(small.folder, "node-0")
@@ -153,7 +153,7 @@ def test_a_clear_on_a_disk_that_broke_is_deferred_and_done_before_the_repaired_d
 
 
 @both_stores
-def test_a_node_made_anew_on_a_full_disk_serves_its_pages(tmp_path: Path, small: Disk, store: str) -> None:
+def test_a_node_made_again_on_a_full_disk_serves_its_pages(tmp_path: Path, small: Disk, store: str) -> None:
     """A catalogue that is sound is used where it lies: opening it needs no room."""
     fill(tmp_path, small, store)
     small.fill()
@@ -190,7 +190,7 @@ def test_a_disk_with_less_room_than_l4_was_promised_keeps_what_is_left_for_other
             refused += 1
     assert len(written) >= 8
 
-    (small.folder / "somebody's").write_bytes(bytes(2**20))
+    (small.folder / "something's").write_bytes(bytes(2**20))
     number, place = 1000, written.pop(0)
     write_page(tier, place, number, payload)
     tier.commit([entry_of(number, place, payload)], [(page_key(0), VARIANT)])

@@ -176,7 +176,13 @@ class FakeClient:
     def explain(self, request_id: str) -> dict[str, Any]:
         notes = [
             {"start": 0, "end": 32, "tier": "L1", "reason": "", "detail": ""},
-            {"start": 32, "end": 40, "tier": "computed", "reason": "never_stored", "detail": "nobody had it"},
+            {
+                "start": 32,
+                "end": 40,
+                "tier": "computed",
+                "reason": "never_stored",
+                "detail": "nothing had it",
+            },
         ]
         told = {"request_id": request_id, "tenant": "default", "worker": "w0", "prompt_tokens": 40}
         moves = [{"worker": "w1", "tokens": 7, "reason": "w0 went down: its process ended"}]
@@ -400,7 +406,7 @@ def test_a_failed_call_gives_its_own_line_and_code(run: Any, client: FakeClient)
         (["status"], ["box", "pages at 10.0.0.1:7000", "1h00m", "1m30s"]),
         (["status"], ["knows 1,234 pages of 2 holders", "unhealthy: it does not answer"]),
         (["status"], ["stored as fp8_e4m3 to int4c", "window of 1,024 tokens and 4 sinks"]),
-        (["explain", "r1"], ["request r1", "32-40", "never_stored", "nobody had it", "went on at w1"]),
+        (["explain", "r1"], ["request r1", "32-40", "never_stored", "nothing had it", "went on at w1"]),
         (["pages", "ls"], ["abababababababab", "360.0 KiB", "1m30s", "sealed, pinned"]),
         (["pages", "show", "abab"], ["ab" * 32, "368640"]),
         (["pages", "pin", "abab"], ["abababababababab", "node-0: ACCEPTED", "1 ACCEPTED"]),
@@ -523,7 +529,7 @@ def test_a_number_too_large_for_the_wire_is_named_with_its_option() -> None:
 
 
 def connect_nowhere() -> Client:
-    """A client that has not called anybody."""
+    """A client that has not called anything."""
     return Client(grpc.insecure_channel("127.0.0.1:1"), "127.0.0.1:1")
 
 
@@ -540,7 +546,7 @@ def test_a_place_that_cannot_be_listened_on_comes_with_its_own_way_out() -> None
 
 def test_a_model_that_cannot_be_fetched_gives_the_way_out_once(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        resolve("nobody/no-such-model", tmp_path)
+        resolve("nothing/no-such-model", tmp_path)
 
     assert str(caught.value).count("give a") == str(caught.value).count("model.path") == 1
 

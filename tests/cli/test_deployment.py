@@ -96,7 +96,7 @@ def test_status_names_processes_that_live(up: Shell) -> None:
     [node], [worker] = status["nodes"], status["workers"]
     assert psutil.pid_exists(node["pid"]) and psutil.pid_exists(worker["pid"])
     assert (worker["node"], worker["role"], worker["health"]) == (node["id"], "both", "healthy")
-    assert status["directory"] is None and node["exchange"] == ""  # nobody to share pages with
+    assert status["directory"] is None and node["exchange"] == ""  # nothing to share pages with
 
 
 def test_nothing_listens_on_an_outside_address(up: Shell) -> None:
@@ -137,7 +137,7 @@ def test_pages_are_listed_shown_pinned_evicted_verified_and_cleared(up: Shell) -
     [
         (["generate", "--token-ids", "100000"], 2, "100000"),
         (["generate", "--token-ids", "1", "--temperature=-1"], 2, "-1"),
-        (["generate", "--token-ids", "1", "--tenant", "nobody"], 2, "nobody"),
+        (["generate", "--token-ids", "1", "--tenant", "nothing"], 2, "nothing"),
         (["generate", "--token-ids", "1", "--worker", "worker-9"], 4, "worker-9"),
         (["generate", "text, though there is no tokenizer"], 2, "tokenizer"),
         (["pages", "show", "ffffffffffff"], 4, "ffffffffffff"),
@@ -188,7 +188,7 @@ def test_a_detached_up_that_comes_second_leaves_the_log_of_the_first_alone(up: S
     assert {file.name: file.stat().st_mtime_ns for file in up.state.glob("up.log.*")} == kept
 
 
-def test_nobody_else_may_enter_the_folder_of_the_sockets_after_a_worker_was_made_anew(up: Shell) -> None:
+def test_nothing_else_may_enter_the_folder_of_the_sockets_after_a_worker_was_made_again(up: Shell) -> None:
     """Ray opens its own folder to all users of the machine each time that it starts a process."""
 
     def worker_pid() -> int:

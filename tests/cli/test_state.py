@@ -150,7 +150,7 @@ def test_asking_whether_one_is_alive_never_makes_a_claim_fail(tmp_path: Path) ->
     assert all(claims)
 
 
-def test_the_log_begins_anew_with_each_deployment_and_the_one_before_it_is_kept(tmp_path: Path) -> None:
+def test_the_log_begins_again_with_each_deployment_and_the_one_before_it_is_kept(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom kvtier.cli.state import StateFolder\n"
         "folder = StateFolder(Path(sys.argv[1]))\nassert folder.claim()\nprint('before')\nfolder.take_output()\n"

@@ -11,7 +11,7 @@ import pytest
 from kvtier.cluster import node as node_module
 from kvtier.cluster.config.deployment import load_config
 from kvtier.cluster.machines.homes import Home
-from kvtier.cluster.machines.node_probe import Ground
+from kvtier.cluster.machines.node_probe import NodeInfo
 from kvtier.cluster.node import CacheNodeProcess
 from kvtier.cluster.supervisor.actors import Actors
 from kvtier.tier.pages.page import slot_bytes
@@ -26,7 +26,7 @@ def test_the_deadline_of_transfers_is_that_of_a_nodes_fetches(
     config = load_config(None, ("transfer.deadline_ms=9500",))
     parts: Any = SimpleNamespace(sizes=(4096,), l4_variants=None, on=lambda _: None)
     place: Any = SimpleNamespace(number=0, node_id="node-0")
-    home = Home(place, Ground(tmp_path, tmp_path, 1))
+    home = Home(place, NodeInfo(tmp_path, tmp_path, 1))
 
     Actors(config, tmp_path, parts, parts, 1, tmp_path, tmp_path).node(home)
 
@@ -50,7 +50,7 @@ def test_only_a_nodes_first_start_needs_l4(tmp_path: Path, monkeypatch: pytest.M
 
     for number in (0, 1, 1, 0, 1):
         place: Any = SimpleNamespace(number=number, node_id=f"node-{number}")
-        actors.node(Home(place, Ground(tmp_path, tmp_path, 1)))
+        actors.node(Home(place, NodeInfo(tmp_path, tmp_path, 1)))
 
     assert made == [
         ("node-0", True),

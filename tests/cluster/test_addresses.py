@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_blamed_and_not_the_host() -> None:
     assert "set transfer.port to another" in said and "transfer.host" not in said
 
 
-def test_nobody_answers_where_nobody_listens() -> None:
+def test_nothing_answers_where_nothing_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert unreachable(address) == ""

@@ -59,7 +59,7 @@ def test_a_slower_tier_is_named_with_what_the_faster_ones_of_its_node_have_besid
     assert {held.node_id for held in found} == {"n0"}
 
 
-def test_a_batch_that_is_missing_is_noticed_and_all_is_told_anew() -> None:
+def test_a_batch_that_is_missing_is_noticed_and_all_is_told_again() -> None:
     directory = DirectoryCore()
     assert directory.publish(Batch(NODE, 4, (came(L3, 1),)), 0.0) == "snapshot"  # nothing is known of it
     assert directory.lookup(PROMPT, 0.0) == []
@@ -103,7 +103,7 @@ def test_until_a_snapshot_ends_what_was_known_before_is_believed_too() -> None:
     assert directory.lookup(keys(3), 0.0) == []
 
 
-def test_a_snapshot_that_begins_anew_leaves_nothing_of_the_one_before() -> None:
+def test_a_snapshot_that_begins_again_leaves_nothing_of_the_one_before() -> None:
     directory = DirectoryCore()
     directory.publish(Batch(NODE, 0, (came(L3, 1, 9),), opens=True), 0.0)
 

@@ -79,7 +79,7 @@ def test_pages_come_whole_in_all_sizes(stack: ExitStack, tmp_path: Path, same_ho
         assert served["calls"] == 1
 
 
-def test_calls_of_strangers_that_send_nothing_hold_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
+def test_calls_of_strangers_that_send_nothing_hold_nothing_up(stack: ExitStack, tmp_path: Path) -> None:
     """Each held a thread until its message came: twenty of them kept all peers out."""
     world = pair(stack, tmp_path)
     world.away.put(0)

@@ -1,4 +1,4 @@
-"""An exchange with a fault of its own: what it was to fetch is computed, and what can't go on is begun anew."""
+"""An exchange with a fault of its own: what it was to fetch is computed, and what can't go on is begun again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_run_that_does_not_end_shows_in_the_health(tmp_path: Path, monkeypatch
         until(lambda: here.health() is None, "all is well again")
 
 
-def test_a_deciding_thread_that_stands_still_gives_no_pulse(
+def test_a_deciding_thread_that_is_stalled_gives_no_pulse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_well = threading.Event()
@@ -64,13 +64,13 @@ def test_a_deciding_thread_that_stands_still_gives_no_pulse(
         return []
 
     with stub(tmp_path, "home") as home, exchange("home", home.path, same_host="off") as here:
-        assert here.pulse() == 0.0
+        assert here.heartbeat() == 0.0
         monkeypatch.setattr(exchange_client, "STATS_TIMEOUT_S", 0.1)
         monkeypatch.setattr(here._fetcher._runs, "handle", stuck)
         try:
             here._fetcher.lost(-1)
             with pytest.raises(TimeoutError):
-                here.pulse()
+                here.heartbeat()
         finally:
             is_well.set()
         until(lambda: here.health() is None, "all is well again")

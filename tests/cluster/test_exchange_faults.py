@@ -146,7 +146,7 @@ def test_another_node_at_the_address_is_not_asked(stack: ExitStack, tmp_path: Pa
     assert "there answers node away" in ended.detail
 
 
-def test_a_silent_peer_is_given_up_and_holds_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_silent_peer_is_given_up_and_holds_nothing_up(stack: ExitStack, tmp_path: Path) -> None:
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     home, here = home_of(stack, tmp_path, grace_s=0.5, streams=1)
     away = stack.enter_context(stub(tmp_path, "away", nbytes=NBYTES))

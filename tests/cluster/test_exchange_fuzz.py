@@ -1,4 +1,4 @@
-"""Random bytes between exchanges: what isn't whole and asked for is never stored, and nobody's process ends."""
+"""Random bytes between exchanges: what isn't whole and asked for is never stored, and no one's process ends."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_pages_that_only_a_worker_there_has_come_once_it_has_saved_them(
 
 
 @pytest.mark.parametrize("same_host", ["off", "auto"])
-def test_a_worker_there_that_says_nothing_costs_a_short_wait_and_nobody_is_to_blame(
+def test_a_worker_there_that_says_nothing_costs_a_short_wait_and_nothing_is_to_blame(
     stack: ExitStack, tmp_path: Path, same_host: str
 ) -> None:
     """A busy worker made its node one that is slow: it was left alone, and what it had was computed."""

@@ -477,7 +477,7 @@ def test_no_stop_string_ends_a_sequence_before_min_tokens(client: Client) -> Non
         ([1], {"session_state": "open"}, "INVALID_ARGUMENT", "STATE_OPEN needs .* set session_id too"),
         ([1], {"expected_output_tokens": -1}, "INVALID_ARGUMENT", "expected_output_tokens .* got -1"),
         ([1], {"expected_output_tokens": 2**24 + 1}, "INVALID_ARGUMENT", "to 16777216, got 16777217"),
-        ([1], {"tenant": "nobody"}, "PERMISSION_DENIED", "unknown tenant 'nobody'"),
+        ([1], {"tenant": "nothing"}, "PERMISSION_DENIED", "unknown tenant 'nothing'"),
         ([1], {"worker": "w9"}, "NOT_FOUND", "unknown worker 'w9': there are w0, w1"),
         ([1], {"worker": "x" * 50_000}, "NOT_FOUND", "unknown worker 'xxx"),
         ([{"role": "boss", "content": "x"}], {}, "INVALID_ARGUMENT", "role .* got 'boss'"),
@@ -557,7 +557,7 @@ def test_bounds_of_a_stop_string_are_in_bytes_and_those_of_an_id_in_characters(
 def test_an_id_that_is_taken_while_a_prompt_is_read_is_taken(
     text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both were free when they came; whoever is read first has the id, and the other one leaves it alone."""
+    """Both were free when they came; the one that is read first has the id, and the other one leaves it alone."""
     may_end, reading = threading.Event(), threading.Event()
     encode = text._encode
 
@@ -686,7 +686,7 @@ def test_an_oversized_message_is_refused_and_the_next_one_is_served(text: Text) 
         assert completion(client.generate("ab", max_tokens=2))["text"] == "ab"
 
 
-def test_garbage_on_the_port_harms_nobody(shared: Served, client: Client) -> None:
+def test_garbage_on_the_port_harms_nothing(shared: Served, client: Client) -> None:
     host, port = shared.endpoint.split(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     for junk in (b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", preface + b"\xff" * 1000, bytes(range(256)) * 50):
@@ -796,7 +796,7 @@ def test_what_a_stalled_client_leaves_unread_is_bounded(monkeypatch: pytest.Monk
             [stream] = served.core.workers["w0"].streams.values()
             return sum(len(sequence.unread) for sequence in stream.sequences)
 
-        assert served.call(steps_without_a_pause) == 0, "what nobody will read is dropped"
+        assert served.call(steps_without_a_pause) == 0, "what nothing will read is dropped"
         with pytest.raises(ClientError, match="too slowly: 51 tokens in 204 bytes wait") as refused:
             call.result(120)
         assert refused.value.status == "RESOURCE_EXHAUSTED"

@@ -67,7 +67,7 @@ def test_an_exchange_that_cannot_be_attached_is_an_error_so_that_it_is_tried_aga
     assert actor._core.addresses.of("node-1") == "host:7"
 
 
-def test_nobody_is_told_of_an_exchange_that_is_lost(actor: GatewayActor) -> None:
+def test_nothing_is_told_of_an_exchange_that_is_lost(actor: GatewayActor) -> None:
     for node_id, address in (("node-0", "host:6"), ("node-1", "host:7")):
         actor._core.addresses.attach(node_id, address)
     asyncio.run(actor.detach_exchange("node-1"))
@@ -80,7 +80,7 @@ def test_the_supervisor_tells_the_gateway_of_a_lost_exchange_alone(monkeypatch: 
     told: list[str] = []
     ask = SimpleNamespace(remote=lambda *_: None)
     gateway_handle = SimpleNamespace(
-        detach_exchange=SimpleNamespace(remote=told.append), pulse=ask, health=ask, hear_states=ask
+        detach_exchange=SimpleNamespace(remote=told.append), heartbeat=ask, health=ask, hear_states=ask
     )
     members = [
         Member("gateway", Kind.GATEWAY),

@@ -73,8 +73,8 @@ def test_the_first_that_fails_is_told_and_who_stops_waiting_stops_them_all() -> 
     asyncio.run(story())
 
 
-def test_what_is_asked_for_in_common_is_asked_anew_for_who_comes_while_it_is_asked() -> None:
-    """Their answer may not be from before their call. A failure is told to all who share it, and to nobody else."""
+def test_what_is_asked_for_in_common_is_asked_again_for_who_comes_while_it_is_asked() -> None:
+    """Their answer may not be from before their call. A failure is told to all who share it, and to nothing else."""
     asked: list[asyncio.Event] = []
 
     async def ask() -> int:
@@ -95,7 +95,7 @@ def test_what_is_asked_for_in_common_is_asked_anew_for_who_comes_while_it_is_ask
         shared = Shared(ask)
         first, second = await begin(shared, 3), await begin(shared, 3)
         assert len(asked) == 1
-        first[0].cancel()  # who doesn't wait any more stops nobody else
+        first[0].cancel()  # who doesn't wait any more stops nothing else
         asked[0].set()
         assert await asyncio.gather(*first[1:]) == [0, 0]
         third = await begin(shared, 1)
@@ -109,8 +109,8 @@ def test_what_is_asked_for_in_common_is_asked_anew_for_who_comes_while_it_is_ask
     asyncio.run(story())
 
 
-def test_who_does_not_answer_is_named_whoever_found_that_out() -> None:
-    """An owner whose own loop stands still gave up first, and all that was said was `TimeoutError: `."""
+def test_who_does_not_answer_is_named_by_every_caller() -> None:
+    """An owner whose own loop is stalled gave up first, and all that was said was `TimeoutError: `."""
     lost: list[str] = []
 
     async def silent() -> int:

@@ -149,7 +149,7 @@ def test_a_worker_that_stays_away_is_told_of_once_and_looked_for_on_and_on(
     asyncio.run(story())
 
 
-def test_one_life_of_a_worker_is_attached_once_by_whoever_comes_first() -> None:
+def test_one_life_of_a_worker_is_attached_once_by_the_first_caller() -> None:
     async def story() -> None:
         async with connected() as gateway:
             new = Echo(echo_info("w2"))
@@ -166,7 +166,7 @@ def test_one_life_of_a_worker_is_attached_once_by_whoever_comes_first() -> None:
     asyncio.run(story())
 
 
-def test_another_life_takes_the_place_of_one_that_nobody_knows_to_be_gone() -> None:
+def test_another_life_takes_the_place_of_one_that_nothing_knows_to_be_gone() -> None:
     async def story() -> None:
         async with connected() as gateway:
             again = Echo(replace(echo_info("w0"), pid=12345))
@@ -175,7 +175,7 @@ def test_another_life_takes_the_place_of_one_that_nobody_knows_to_be_gone() -> N
 
             await gateway.attachments.attach(Port(again))  # type: ignore[arg-type]
 
-            assert before.down == "it was started anew"
+            assert before.down == "it was restarted"
             assert gateway.is_up("w0") and gateway.core.workers["w0"].info.pid == 12345
 
     asyncio.run(story())
@@ -265,7 +265,7 @@ def test_a_worker_that_does_not_connect_at_the_start_is_left_out_until_it_does(
     asyncio.run(story())
 
 
-def test_where_nobody_connects_at_the_start_it_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_connects_at_the_start_it_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_attach, "CONNECT_S", 0.1)
 
     async def story() -> None:

@@ -286,7 +286,7 @@ def test_clear_and_verify_of_all_count_everything_and_list_what_was_not_done(cli
         assert [result["key"] for result in everything["results"]] == [C]
 
 
-def test_a_tenant_nobody_knows_is_refused_where_pages_are_listed_or_cleared(client: Client) -> None:
+def test_a_tenant_nothing_knows_is_refused_where_pages_are_listed_or_cleared(client: Client) -> None:
     for verb in (client.pages_ls, client.pages_clear):
         with pytest.raises(ClientError, match="unknown tenant 'acne'") as refused:
             verb(tenant="acne")
@@ -315,7 +315,7 @@ def test_explain_asks_the_others_where_a_worker_cannot_be_reached() -> None:
 
         assert client.explain("mine")["worker"] == "w1"
         with pytest.raises(ClientError, match="w0 can't be reached now") as refused:
-            client.explain("nobody's")
+            client.explain("no one's")
         assert refused.value.status == "UNAVAILABLE"
 
 
@@ -374,7 +374,7 @@ def test_lookup_names_the_pages_of_a_prompt_that_are_held_and_where(served: Serv
     }
     assert client.lookup(prompt)["pages"] == []
     with pytest.raises(ClientError, match="unknown tenant"):
-        client.lookup(prompt, tenant="nobody")
+        client.lookup(prompt, tenant="nothing")
 
 
 def test_an_owner_found_dead_is_left_out_and_shown(served: Served, client: Client) -> None:

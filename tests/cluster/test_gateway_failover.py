@@ -45,7 +45,7 @@ def steady(text: Text) -> Iterator[Client]:
 
 
 def as_told(result: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same whoever ran it."""
+    """What must be the same on every worker."""
     sequences = result.get("sequences") or [result]
     kept = ("text", "token_ids", "logprobs", "finish_reason")
     return {
@@ -152,7 +152,7 @@ def test_a_late_output_of_an_old_request_is_no_token_of_a_new_one_of_its_id(
         assert drive.finish(call)["text"] == "efgh"
 
 
-def test_what_a_worker_takes_after_everybody_has_left_is_called_off_there(
+def test_what_a_worker_takes_after_all_has_left_is_called_off_there(
     text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_flights, "LAST_WORD_S", 0.05)
@@ -205,7 +205,7 @@ def test_the_last_workers_requests_fail_at_once(text: Text) -> None:
     assert failed.value.status == "UNAVAILABLE"
 
 
-def test_a_full_worker_takes_nobody_elses_requests(text: Text) -> None:
+def test_a_full_worker_takes_nothing_elses_requests(text: Text) -> None:
     with driving(text, max_sequences=2) as drive:
         calls = [drive.ask("ab", max_tokens=4, n=2, worker=name) for name in ("w0", "w1")]
         drive.lose(drive.workers[0])
@@ -293,11 +293,11 @@ def test_a_full_queue_elsewhere_is_no_error_of_a_request_that_moves(text: Text) 
 
 def test_what_a_submit_raises_unforeseen_ends_its_request_alone(text: Text) -> None:
     async def broken(request: EngineRequest) -> None:
-        raise KeyError("nobody thought of this")
+        raise KeyError("nothing thought of this")
 
     with driving(text) as drive:
         drive.workers[0].submit = broken  # type: ignore[method-assign]
-        with pytest.raises(ClientError, match="KeyError: 'nobody thought of this'") as failed:
+        with pytest.raises(ClientError, match="KeyError: 'nothing thought of this'") as failed:
             completion(drive.client.generate("ab", worker="w0", timeout_s=120))
         assert failed.value.status == "INTERNAL"
 
@@ -320,7 +320,7 @@ def test_a_client_that_leaves_ends_its_request_where_it_is_now(text: Text) -> No
         assert drive.workers[0].cancelled == []
 
 
-def test_nobody_moves_a_request_that_its_client_has_left(text: Text) -> None:
+def test_nothing_moves_a_request_that_its_client_has_left(text: Text) -> None:
     async def deaf(request_id: str, is_stopped: bool) -> None:
         return None
 
@@ -564,7 +564,7 @@ def test_a_stop_string_in_the_first_token_ends_it_where_it_was_prefilled(text: T
         assert drive.workers[1].submitted == []
 
 
-def test_whoever_does_both_needs_no_handover(text: Text) -> None:
+def test_a_worker_that_does_both_needs_no_handover(text: Text) -> None:
     infos = [echo_info(name, text.digest) for name in ("w0", "w1")]
     with driving(text, infos=infos) as drive:
         drive.finish(drive.ask("abcdefgh", max_tokens=3))

@@ -79,7 +79,7 @@ def test_heads_are_made_whole_as_if_all_keys_were_known(
         max_size=4,
     ),
 )
-def test_a_prompt_is_held_up_to_its_first_page_that_nobody_has(
+def test_a_prompt_is_held_up_to_its_first_page_that_nothing_has(
     num_keys: int, owners: list[dict[tuple[TierName, str], set[int]]]
 ) -> None:
     answers = [

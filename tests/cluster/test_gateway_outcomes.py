@@ -19,7 +19,7 @@ ANSWERS = st.lists(st.lists(st.tuples(KEYS, st.sampled_from(Outcome)), max_size=
 
 
 @given(ANSWERS)
-def test_pages_are_counted_once_whoever_has_them_and_named_where_not_all_was_done(
+def test_pages_are_counted_once_however_many_have_them_and_named_where_not_all_was_done(
     answers: list[list[tuple[bytes, Outcome]]],
 ) -> None:
     """An owner may have a page more than once, in several formats: its outcome is that of all of them together."""

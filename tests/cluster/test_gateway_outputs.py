@@ -146,7 +146,7 @@ def test_workers_that_do_not_connect_are_named(listening: Listening) -> None:
     ],
     ids=["http", "huge length", "no hello", "long hello", "lists in lists", "no text"],
 )
-def test_junk_is_cut_off_and_nobody_is_lost(listening: Listening, junk: bytes) -> None:
+def test_junk_is_cut_off_and_nothing_is_lost(listening: Listening, junk: bytes) -> None:
     host, port = listening.address.split(":")
     with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(junk)
@@ -233,7 +233,7 @@ def test_a_stranger_without_the_secret_and_a_second_of_the_same_name_are_cut_off
     for stranger in (
         listening.connect("w1", b"wrong"),
         listening.connect("w0"),
-        listening.connect("nobody"),
+        listening.connect("nothing"),
     ):
         assert _is_closed(stranger._socket)
 
@@ -289,7 +289,7 @@ class Cancelling:
 def test_a_gateway_that_dies_takes_its_requests_along_though_nothing_is_sent(listening: Listening) -> None:
     worker, outbox = Cancelling(), Outbox()
     outbox.connect(worker, listening.connect("w0"))  # type: ignore[arg-type]
-    assert worker.all == 1, "what was asked for before is nobody's"
+    assert worker.all == 1, "what was asked for before is no one's"
     outbox([WHOLE])
     assert eventually(lambda: len(listening.taken) == 1)
 
@@ -345,7 +345,7 @@ def _full(sender: OutputSender, large: Output) -> int:
 LARGE = Output("r", 0, tuple(range(70_000, 170_000)))
 
 
-def test_a_gateway_that_stands_still_holds_no_step_loop_up_and_gets_all_when_it_goes_on() -> None:
+def test_a_gateway_that_is_stalled_holds_no_step_loop_up_and_gets_all_when_it_goes_on() -> None:
     theirs, ours = socket.socketpair()
     with theirs, closing(OutputSender(ours)) as sender:
         sent = _full(sender, LARGE) + 3

@@ -223,7 +223,7 @@ def test_a_killed_workers_request_goes_on_at_another_and_it_comes_back(cluster: 
         assert (move["worker"], move["tokens"]) == ("w1", 2)
         assert "w0 went down" in move["reason"]
 
-        # It is started anew: as another process of the same name.
+        # It is restarted: as another process of the same name.
         again = _echo("w0", folder)
         assert ray.get(gateway.attach_worker.remote(again), timeout=PATIENCE_S) == "w0"
         assert completion(client.generate("ab", max_tokens=4, worker="w0"))["text"] == "abab"
@@ -243,7 +243,7 @@ def test_a_killed_workers_request_goes_on_at_another_and_it_comes_back(cluster: 
     ray.get(gateway.stop.remote(1.0), timeout=PATIENCE_S)
 
 
-def test_nobody_waits_for_a_worker_whose_process_stands_still(cluster: None, folder: Path) -> None:
+def test_nothing_waits_for_a_worker_whose_process_is_stalled(cluster: None, folder: Path) -> None:
     gateway = Gateway.remote(str(folder), "echo", GrpcConfig(port=0), TENANTS, 64)
     hung, other = _echo("w0", folder, is_endless=True), _echo("w1", folder)
     endpoint = ray.get(gateway.start.remote([hung, other], [_node()]), timeout=PATIENCE_S)
@@ -264,27 +264,27 @@ def test_nobody_waits_for_a_worker_whose_process_stands_still(cluster: None, fol
         process = psutil.Process(client.status()["workers"][0]["pid"])
         process.suspend()
         try:
-            # Before anybody knows: what it is sent ends by its deadline, and others are served meanwhile.
+            # Before anything knows: what it is sent ends by its deadline, and others are served meanwhile.
             late = [pool.submit(ask, worker="w0", timeout_s=3.0) for _ in range(8)]
             while not all(call.done() for call in late):
                 assert ask(max_tokens=4, worker="w1", timeout_s=PATIENCE_S)["text"] == "abcd"  # type: ignore[index]
             assert [call.result() for call in late] == ["DEADLINE_EXCEEDED"] * 8
 
-            until(lambda: health() == ["stalled", "healthy"], "it is seen to stand still")
+            until(lambda: health() == ["stalled", "healthy"], "it is seen to stall")
             assert {ask(max_tokens=4, timeout_s=PATIENCE_S)["worker"] for _ in range(4)} == {"w1"}  # type: ignore[index]
         finally:
             process.resume()
         until(lambda: health() == ["healthy", "healthy"], "it is heard of again")
         until(lambda: len(ray.get(hung.running.remote())) == 1, "what came too late is called off")
 
-        # What it ran when it stood still is killed with it, and goes on elsewhere.
+        # What it ran when it was stalled is killed with it, and goes on elsewhere.
         process.suspend()
         process.kill()
         assert text + "".join(chunk.text for chunk in running) == 15 * "abcd"
     ray.get(gateway.stop.remote(1.0), timeout=PATIENCE_S)
 
 
-def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_stands_still(
+def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_is_stalled(
     cluster: None, tiny_llama: Path
 ) -> None:
     def stand_still(actor: Any) -> None:
@@ -305,7 +305,7 @@ def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_sta
         l1_bytes=1 << 20,
         max_context=1024,
     )
-    assert ray.get(worker.pulse.remote(), timeout=300) < 60.0  # loading the model is no standing still
+    assert ray.get(worker.heartbeat.remote(), timeout=300) < 60.0  # loading the model is no stalled
 
     ray.get(worker.__ray_call__.remote(stand_still), timeout=PATIENCE_S)
     sampling = SamplingParams(max_tokens=4)
@@ -313,14 +313,14 @@ def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_sta
         worker.submit.remote(EngineRequest("r", "default", tuple(range(40)), sampling)), timeout=PATIENCE_S
     )
 
-    def pulse() -> float:
-        return float(ray.get(worker.pulse.remote(), timeout=PATIENCE_S))
+    def heartbeat() -> float:
+        return float(ray.get(worker.heartbeat.remote(), timeout=PATIENCE_S))
 
     # Before that its loop may still answer, and after it none is answered.
-    until(lambda: pulse() > 3 * TURN_S, "its pulse is missed")
+    until(lambda: heartbeat() > 3 * TURN_S, "its heartbeat is missed")
     waiting = [worker.stats.remote() for _ in range(2 * CALLS_AT_ONCE)]
-    before = pulse()
-    until(lambda: pulse() > before, "it is missed all the longer")
+    before = heartbeat()
+    until(lambda: heartbeat() > before, "it is missed all the longer")
     assert not ray.wait(waiting, timeout=0)[0]
     ray.kill(worker)
 
@@ -374,7 +374,7 @@ def test_hints_come_from_the_directory_and_from_where_a_prompt_was_prefilled(
             lambda: next((p for p in [pair()] if p[0].remotes), None), "a hint comes in time"
         )
         assert (first.remotes, first.is_prefill_only) == ((("n7", "peer:7", 2),), True)
-        # Both workers are of one node, which has the pages below L1: nobody else is asked for them.
+        # Both workers are of one node, which has the pages below L1: nothing else is asked for them.
         assert (second.remotes, second.resumed) == ((), ((97,),))
 
         ray.kill(directory)

@@ -1,4 +1,4 @@
-"""A worker that stands still: it is passed over while others can take what comes, and nobody waits for it past a deadline."""
+"""A worker that is stalled: it is passed over while others can take what comes, and nothing waits for it past a deadline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_worker_that_is_not_heard_of_gets_nothing_more_until_it_is() -> None:
             drive.finish(call)
 
 
-def test_it_gets_what_nobody_else_can_take() -> None:
+def test_it_gets_what_nothing_else_can_take() -> None:
     with driving(None, workers=2, max_sequences=1) as drive:
         look(drive, but="w0")
         first, second = (drive.ask(TOKENS, max_tokens=2) for _ in range(2))
@@ -73,7 +73,7 @@ def test_it_gets_what_nobody_else_can_take() -> None:
         drive.finish(second)
 
 
-def test_a_gateway_that_stood_still_itself_blames_nobody() -> None:
+def test_a_gateway_that_was_stalled_itself_blames_nothing() -> None:
     """However long ago the last look was, it is one."""
     workers = Workers(ROOM, 1024, "prefix")
     workers.add(echo_info("w0"), SimpleNamespace())  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ worker_states = st.tuples(
 def able(
     worker_states: dict[str, tuple[Role, State, int]], stage: str, has_given: bool, needed: int
 ) -> set[str]:
-    """Who may be chosen: the plain rule. Empty: nobody has room."""
+    """Who may be chosen: the plain rule. Empty: nothing has room."""
 
     def having(states: set[str], any_role: bool) -> dict[str, int]:
         return {
@@ -213,7 +213,7 @@ class Stopped:
         drive.served.call(self._goes_on.set)
 
 
-def test_a_request_at_a_worker_that_does_not_answer_ends_by_its_deadline_and_holds_nobody_up() -> None:
+def test_a_request_at_a_worker_that_does_not_answer_ends_by_its_deadline_and_holds_nothing_up() -> None:
     with driving(None, workers=2) as drive:
         stopped = Stopped(drive.workers[0])
         late = [drive._pool.submit(_status_of, drive, TOKENS, worker="w0", timeout_s=3.0) for _ in range(3)]
@@ -222,7 +222,7 @@ def test_a_request_at_a_worker_that_does_not_answer_ends_by_its_deadline_and_hol
 
         assert [call.result(120) for call in late] == ["DEADLINE_EXCEEDED"] * 3
         stopped.go_on(drive)
-        # What it takes so late nobody wants any more, and it is told so.
+        # What it takes so late nothing wants any more, and it is told so.
         assert eventually(lambda: len(drive.workers[0].cancelled) == 3)
 
 

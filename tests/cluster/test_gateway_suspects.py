@@ -183,7 +183,7 @@ def test_suspects_wait_for_a_worker_that_is_there_and_fail_where_there_is_none(t
 
 
 def test_workers_that_die_at_once_make_no_culprit_of_what_the_second_never_had(text: Text) -> None:
-    """Every worker is killed at the same moment: requests are told that nobody serves them, and may be sent again."""
+    """Every worker is killed at the same moment: requests are told that nothing serves them, and may be sent again."""
     with driving(text, workers=2) as drive:
         calls = [drive.ask("abcd", max_tokens=8, worker="w0") for _ in range(3)]
         drive.step(drive.workers[0], 3)

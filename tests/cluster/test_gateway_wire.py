@@ -126,4 +126,4 @@ def test_a_call_that_sends_no_request_ends_and_leaves_its_place_to_others(
         assert ended.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert completion(client.generate([1], max_tokens=1))["token_ids"] == [1]
         with pytest.raises(ClientError, match="unknown tenant"):
-            completion(client.generate([1], tenant="nobody"))
+            completion(client.generate([1], tenant="nothing"))

@@ -53,7 +53,7 @@ def test_a_node_that_cannot_have_its_folder_says_which_key_is_to_blame(tmp_path:
         node(tmp_path, tmp_path / "file", needs_l4=True)
 
 
-def test_a_node_made_anew_does_without_a_folder_that_it_cannot_have(tmp_path: Path) -> None:
+def test_a_node_made_again_does_without_a_folder_that_it_cannot_have(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     process = node(tmp_path, tmp_path / "file", needs_l4=False)
@@ -67,7 +67,7 @@ def test_a_node_made_anew_does_without_a_folder_that_it_cannot_have(tmp_path: Pa
         process.stop(0.0)
 
 
-def test_a_node_made_anew_waits_for_a_folder_that_another_has_open(tmp_path: Path) -> None:
+def test_a_node_made_again_waits_for_a_folder_that_another_has_open(tmp_path: Path) -> None:
     first = open_ssd(tmp_path / "node-0", 2**24, "slab", 8192, min_slot_bytes=8192)
     try:
         with pytest.raises(OSError, match="another CacheNode"):

@@ -84,7 +84,7 @@ def test_a_death_between_two_looks_is_told_too() -> None:
     assert (Wire.ATTACH, "worker-1") in told(life, 2.0)
 
 
-def test_what_could_not_be_reached_is_attached_to_nothing_anew() -> None:
+def test_what_could_not_be_reached_is_attached_to_nothing_again() -> None:
     life = begun()
 
     assert life.handle(Lost("worker-1", "", is_dead=False), 1.0) == [Say("worker-1 can't be reached")]
@@ -107,7 +107,7 @@ def test_an_exchange_that_comes_back_is_attached_and_announced_by_all_of_its_nod
     ]
 
 
-def test_a_gateway_is_made_anew_and_started_with_the_workers_that_live() -> None:
+def test_a_gateway_is_made_again_and_started_with_the_workers_that_live() -> None:
     life = begun()
     life.handle(Lost("worker-0", ""), 1.0)
 
@@ -142,7 +142,7 @@ def test_a_worker_that_comes_while_the_gateway_starts_is_attached_after_it() -> 
     assert told(life, 3.0) == [(Wire.ATTACH, "worker-0")]
 
 
-def test_a_gateway_that_cannot_start_is_made_anew_ever_more_slowly_until_that_is_hopeless() -> None:
+def test_a_gateway_that_cannot_start_is_made_again_ever_more_slowly_until_that_is_hopeless() -> None:
     life = begun()
     life.handle(Lost("gateway", "", is_over=True), 0.0)
     made: list[float] = []
@@ -264,7 +264,7 @@ def test_what_came_back_well_is_made_at_once_when_it_dies_again() -> None:
     assert life.due(now) == [Make("worker-0")]
 
 
-def test_a_directory_that_ray_starts_again_is_told_to_nobody() -> None:
+def test_a_directory_that_ray_starts_again_is_told_to_nothing() -> None:
     """It has the same handle, and asks for all that it must know."""
     life = begun()
 
@@ -274,7 +274,7 @@ def test_a_directory_that_ray_starts_again_is_told_to_nobody() -> None:
     assert life.due(2.0) == []
 
 
-def test_a_directory_that_ray_gives_up_is_made_anew_and_everybody_is_told_of_the_new_one() -> None:
+def test_a_directory_that_ray_gives_up_is_made_again_and_all_is_told_of_the_new_one() -> None:
     life = begun()
     life.handle(Lost("directory", "", is_over=True), 1.0)
 
@@ -304,7 +304,7 @@ def test_what_has_no_machine_is_tried_again_and_again_and_gives_up_nothing() -> 
     assert life.handle(Answered("worker-0", "2"), 301.0) == [Say("worker-0 runs again")]
 
 
-def test_a_part_whose_constructor_hangs_is_made_anew_and_hopeless_in_the_end() -> None:
+def test_a_part_whose_constructor_hangs_is_made_again_and_hopeless_in_the_end() -> None:
     """No call to it is ever answered and no process dies: it was waited for without end."""
     life, now = begun(), 0.0
     life.handle(Lost("gateway", "", is_over=True), now)
@@ -313,13 +313,13 @@ def test_a_part_whose_constructor_hangs_is_made_anew_and_hopeless_in_the_end() -
     for _ in range(GIVE_UP - 1):
         assert life.due(now + ABSENT_S - 1) == [] and not life.hopeless()
         now += ABSENT_S
-        assert Say("gateway answers nothing for 300 s, and is made anew") in life.due(now)
+        assert Say("gateway answers nothing for 300 s, and is restarted") in life.due(now)
         now += LONGEST_WAIT_S
         assert life.due(now) == [Make("gateway")]
     assert life.hopeless() == "the gateway can't be started again: it answers nothing for 300 s"
 
 
-def test_what_can_not_be_reached_is_made_anew_after_a_while_unless_it_answers() -> None:
+def test_what_can_not_be_reached_is_made_again_after_a_while_unless_it_answers() -> None:
     life = begun()
     life.handle(Lost("worker-0", "", is_dead=False), 0.0)
     life.handle(Lost("worker-1", "", is_dead=False), 0.0)
@@ -328,7 +328,7 @@ def test_what_can_not_be_reached_is_made_anew_after_a_while_unless_it_answers() 
     assert life.due(ABSENT_S - 1) == []
     commands = life.due(ABSENT_S)
 
-    assert commands == [Say("worker-0 answers nothing for 300 s, and is made anew"), Make("worker-0")]
+    assert commands == [Say("worker-0 answers nothing for 300 s, and is restarted"), Make("worker-0")]
 
 
 @dataclass
@@ -338,7 +338,7 @@ class World:
     alive: dict[str, str] = field(default_factory=lambda: {member.name: "1" for member in MEMBERS})
     started: tuple[str, ...] = ("1",)  # the gateway that serves
     attached: dict[str, str] = field(default_factory=lambda: {name: "1" for name in ATTACHED})
-    directory: int = 0  # how often it was made anew: everybody has to know the handle of the last time
+    directory: int = 0  # how often it was restarted: all has to know the handle of the last time
     gateway_knows: int = 0
     announced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     births: int = 1
@@ -369,8 +369,8 @@ KINDS = {member.name: member.kind for member in MEMBERS}
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_after_any_deaths_everybody_is_told_of_everybody(data: st.DataObject) -> None:
-    """Whatever dies when, whatever fails and in which order it is seen: in quiet time nobody is left out.
+def test_after_any_deaths_all_is_told_of_all(data: st.DataObject) -> None:
+    """Whatever dies when, whatever fails and in which order it is seen: in quiet time nothing is left out.
 
     Ray starts the directory again until it gives up, which may be at any time.
     """
@@ -426,7 +426,7 @@ def test_after_any_deaths_everybody_is_told_of_everybody(data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_without_a_directory_nobody_is_told_of_one(kind: Kind) -> None:
+def test_without_a_directory_nothing_is_told_of_one(kind: Kind) -> None:
     life = Life([Member("worker-0", Kind.WORKER, "node-0"), Member("gateway", Kind.GATEWAY)])
     life.began({"worker-0": "1", "gateway": "1"})
 

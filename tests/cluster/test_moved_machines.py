@@ -83,7 +83,7 @@ def machines(shell: Shell, address: str, tmp_path: Path) -> Iterator[Machines]:
 def test_a_node_follows_its_disk_to_another_address_and_keeps_its_id_and_its_pages(
     shell: Shell, address: str, machines: Machines
 ) -> None:
-    """By addresses alone, the two would have changed ids at the second start, and both would have begun anew."""
+    """By addresses alone, the two would have changed ids at the second start, and both would have begun again."""
     machines.start(2, "first")
     machines.start(3, "second")
     shell(*shell.up_arguments, "--address", address, "--detach")

@@ -31,7 +31,7 @@ def test_an_exchange_is_as_it_says_since_it_was_seen_so() -> None:
     assert states.seen(ALL | {EXCHANGE: "2"}, {}, {EXCHANGE: None}, 9.0) == [exchange(HEALTHY, "", 9.0)]
 
 
-def test_one_that_died_is_dead_and_its_next_life_begins_anew() -> None:
+def test_one_that_died_is_dead_and_its_next_life_begins_again() -> None:
     states = PartStates(MEMBERS)
     states.seen(ALL, {}, {EXCHANGE: None}, 5.0)
 
@@ -40,7 +40,7 @@ def test_one_that_died_is_dead_and_its_next_life_begins_anew() -> None:
     assert states.seen(ALL | {EXCHANGE: "2"}, {}, {EXCHANGE: None}, 7.0) == [exchange(HEALTHY, "", 7.0)]
 
 
-def test_parts_that_stand_still_are_stalled_while_they_do() -> None:
+def test_parts_that_stall_are_stalled_while_they_do() -> None:
     states = PartStates(MEMBERS)
     still = {"directory": 15.0, EXCHANGE: 20.0}
 
@@ -63,8 +63,8 @@ def test_they_are_shown_where_they_belong() -> None:
     show(
         [
             PartState(Kind.EXCHANGE, "node-0", UNHEALTHY, "no node", 7.0),
-            PartState(Kind.NODE, "node-1", STALLED, "it stands still", 8.0),
-            PartState(Kind.DIRECTORY, "", STALLED, "it stands still", 9.0),
+            PartState(Kind.NODE, "node-1", STALLED, "it is stalled", 8.0),
+            PartState(Kind.DIRECTORY, "", STALLED, "it is stalled", 9.0),
             PartState(Kind.EXCHANGE, "node-9", HEALTHY, "", 9.0),
         ],
         reply,
@@ -73,5 +73,5 @@ def test_they_are_shown_where_they_belong() -> None:
     first, second = reply.nodes
     assert (first.exchange_health, first.exchange_detail, first.exchange_since) == (UNHEALTHY, "no node", 7.0)
     assert (first.health, second.exchange_health) == (HEALTHY, "")
-    assert (second.health, second.detail, second.since) == (STALLED, "it stands still", 8.0)
+    assert (second.health, second.detail, second.since) == (STALLED, "it is stalled", 8.0)
     assert (reply.directory.health, reply.directory.since, reply.directory.entries) == (STALLED, 9.0, 7)

@@ -247,7 +247,7 @@ def test_a_machine_that_has_another_address_now_is_the_node_whose_pages_it_has()
     assert [place.number for place in found] == [0, 1, 2]
 
 
-def test_a_new_machine_takes_the_id_that_nobody_has_pages_of() -> None:
+def test_a_new_machine_takes_the_id_that_nothing_has_pages_of() -> None:
     found = settled(placed(1, 2, 3), {0: [], 1: kept(0), 2: kept(2)})
 
     assert ids(found) == {"10.0.0.1": "node-1", "10.0.0.2": "node-0", "10.0.0.3": "node-2"}
@@ -289,7 +289,9 @@ def test_a_machine_that_comes_is_the_node_that_has_lost_its_own_and_whose_pages_
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_whatever_disks_have_ids_differ_and_nobody_leaves_pages_that_only_it_has(data: st.DataObject) -> None:
+def test_whatever_disks_have_ids_differ_and_nothing_leaves_pages_that_only_it_has(
+    data: st.DataObject,
+) -> None:
     count = data.draw(st.integers(1, 5))
     there = placed(*range(1, count + 1))
     on_disks = {

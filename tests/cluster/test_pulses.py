@@ -1,4 +1,4 @@
-"""Parts that stand still are told and killed, and no others, whatever answers come when."""
+"""Parts that stall are told and killed, and no others, whatever answers come when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cluster.health.heartbeats import ASK_EVERY_S, LONGEST_LOOK_S, Ask, Kill, Pulses
+from kvtier.cluster.health.heartbeats import ASK_EVERY_S, LONGEST_LOOK_S, Ask, Heartbeats, Kill
 from kvtier.cluster.health.supervision import Say
 
 AFTER_S = 60.0
@@ -22,72 +22,72 @@ def said(commands: list[Ask | Say | Kill]) -> list[str]:
 
 
 def test_a_part_that_answers_nothing_is_told_after_a_quarter_of_the_time_and_killed_after_all_of_it() -> None:
-    pulses = Pulses(AFTER_S)
+    heartbeats = Heartbeats(AFTER_S)
     lines: list[tuple[int, str]] = []
     dead: list[int] = []
     for second in range(200):
-        found = pulses.look({"directory": "1"}, float(second))
+        found = heartbeats.look({"directory": "1"}, float(second))
         lines += [(second, text) for text in said(found)]
         dead += [second for _ in kills(found)]
 
-    assert lines[0] == (15, "directory stands still for 15 s")
-    assert lines[1] == (60, "directory stands still for 60 s, and is killed")
+    assert lines[0] == (15, "directory is stalled for 15 s")
+    assert lines[1] == (60, "directory is stalled for 60 s, and is killed")
     assert [second for second, _ in lines] == [15, 60, 120, 180]
     assert dead == [60, 120, 180], "a death that isn't seen is asked for again"
-    assert pulses.stalled() == {"directory": 199.0}
+    assert heartbeats.stalled() == {"directory": 199.0}
 
 
-def test_a_part_whose_loop_does_not_turn_stands_still_although_it_answers() -> None:
-    pulses, dead = Pulses(AFTER_S), []
+def test_a_part_whose_loop_does_not_turn_is_stalled_although_it_answers() -> None:
+    heartbeats, dead = Heartbeats(AFTER_S), []
     for second in range(70):
-        found = pulses.look({"worker-0": "1"}, float(second))
+        found = heartbeats.look({"worker-0": "1"}, float(second))
         if Ask("worker-0") in found:
-            pulses.answered("worker-0", "1", float(second))
+            heartbeats.answered("worker-0", "1", float(second))
         dead += [second for _ in kills(found)]
 
     assert dead == [60]
 
 
 def test_one_that_goes_on_is_told_and_lives() -> None:
-    pulses, lines = Pulses(AFTER_S), []
+    heartbeats, lines = Heartbeats(AFTER_S), []
     for second in range(300):
-        found = pulses.look({"gateway": "1"}, float(second))
+        found = heartbeats.look({"gateway": "1"}, float(second))
         lines += said(found)
         assert not kills(found)
         if second == 40 or (second > 40 and Ask("gateway") in found):
-            pulses.answered("gateway", "1", 0.0)
+            heartbeats.answered("gateway", "1", 0.0)
 
-    assert lines == ["gateway stands still for 15 s", "gateway goes on"]
-    assert pulses.stalled() == {}
+    assert lines == ["gateway is stalled for 15 s", "gateway goes on"]
+    assert heartbeats.stalled() == {}
 
 
-def test_another_process_begins_anew_and_the_answer_of_the_old_one_says_nothing_of_it() -> None:
-    pulses = Pulses(AFTER_S)
+def test_another_process_begins_again_and_the_answer_of_the_old_one_says_nothing_of_it() -> None:
+    heartbeats = Heartbeats(AFTER_S)
     for second in range(50):
-        pulses.look({"worker-0": "1"}, float(second))
+        heartbeats.look({"worker-0": "1"}, float(second))
     for second in range(50, 109):
-        found = pulses.look({"worker-0": "2"}, float(second))
-        pulses.answered("worker-0", "1", 0.0)
+        found = heartbeats.look({"worker-0": "2"}, float(second))
+        heartbeats.answered("worker-0", "1", 0.0)
         assert not kills(found)
 
-    assert kills(pulses.look({"worker-0": "2"}, 110.0)) == ["worker-0"]
+    assert kills(heartbeats.look({"worker-0": "2"}, 110.0)) == ["worker-0"]
 
 
-def test_time_in_which_nobody_looked_kills_nobody() -> None:
-    """A supervisor that stood still itself finds questions of long ago, whose answers it has not taken yet."""
-    pulses = Pulses(AFTER_S)
-    assert pulses.look({"worker-0": "1"}, 0.0) == [Ask("worker-0")]
+def test_time_in_which_nothing_looked_kills_nothing() -> None:
+    """A supervisor that was stalled itself finds questions of long ago, whose answers it has not taken yet."""
+    heartbeats = Heartbeats(AFTER_S)
+    assert heartbeats.look({"worker-0": "1"}, 0.0) == [Ask("worker-0")]
 
-    assert pulses.look({"worker-0": "1"}, 1000.0) == []
+    assert heartbeats.look({"worker-0": "1"}, 1000.0) == []
 
 
-def test_a_question_that_failed_is_asked_anew_after_a_pause() -> None:
-    pulses = Pulses(AFTER_S)
-    assert pulses.look({"worker-0": "1"}, 0.0) == [Ask("worker-0")]
-    pulses.failed("worker-0", "1")
+def test_a_question_that_failed_is_asked_again_after_a_pause() -> None:
+    heartbeats = Heartbeats(AFTER_S)
+    assert heartbeats.look({"worker-0": "1"}, 0.0) == [Ask("worker-0")]
+    heartbeats.failed("worker-0", "1")
 
-    assert pulses.look({"worker-0": "1"}, ASK_EVERY_S / 2) == []
-    assert pulses.look({"worker-0": "1"}, ASK_EVERY_S) == [Ask("worker-0")]
+    assert heartbeats.look({"worker-0": "1"}, ASK_EVERY_S / 2) == []
+    assert heartbeats.look({"worker-0": "1"}, ASK_EVERY_S) == [Ask("worker-0")]
 
 
 @dataclass
@@ -103,15 +103,15 @@ PARTS = ["worker-0", "cache node node-0", "exchange of node-0", "directory", "ga
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_turns_lives_and_what_stands_still_dies_in_time(data: st.DataObject) -> None:
-    """Against a world in which each part stands still from a time on, or never, and the supervisor looks unevenly."""
+def test_what_turns_lives_and_what_is_stalled_dies_in_time(data: st.DataObject) -> None:
+    """Against a world in which each part is stalled from a time on, or never, and the supervisor looks unevenly."""
     after = data.draw(st.sampled_from([5.0, 20.0]), label="after")
     stops = {part: data.draw(st.none() | st.floats(0, 30), label=part) for part in PARTS}
     answers_still = {
         part: data.draw(st.booleans(), label=f"{part} answers while it stands") for part in PARTS
     }
     lateness = data.draw(st.floats(0, 0.5), label="an answer takes")
-    pulses, questions, now, counted = Pulses(after), [], 0.0, 0.0
+    heartbeats, questions, now, counted = Heartbeats(after), [], 0.0, 0.0
     killed: dict[str, float] = {}
     stood: dict[str, float] = {}  # seconds that were looked at
 
@@ -123,13 +123,13 @@ def test_what_turns_lives_and_what_stands_still_dies_in_time(data: st.DataObject
             questions.remove(question)
             stop = stops[question.part]
             still = 0.0 if stop is None else max(0.0, question.turned - stop)
-            pulses.answered(question.part, question.incarnation, still)
+            heartbeats.answered(question.part, question.incarnation, still)
         living = {part: "1" for part in PARTS if part not in killed}
         for part in living:
             stop = stops[part]
             if stop is not None and now >= stop:
                 stood.setdefault(part, counted)
-        found = pulses.look(living, now)
+        found = heartbeats.look(living, now)
         for part in kills(found):
             killed[part] = counted
         for command in found:

@@ -73,7 +73,7 @@ def test_a_raylet_that_cannot_be_started_again_is_tried_ever_more_slowly(
     monkeypatch.setattr(ours, "_started", started)
     said: list[str] = []
     for _ in range(400):
-        said += ours.revive()
+        said += ours.restart()
         clock.now += 0.5
 
     pauses = [later - earlier for earlier, later in pairwise(tries)]
@@ -84,13 +84,13 @@ def test_a_raylet_that_cannot_be_started_again_is_tried_ever_more_slowly(
     back = FakeNode(lives=True)
     monkeypatch.setattr(ours, "_started", lambda number: back)
     clock.now += raylets.REVIVE_MOST_S
-    assert ours.revive() == ["raylet 1 died, and is started again"]
-    assert ours.revive() == []
+    assert ours.restart() == ["raylet 1 died, and is started again"]
+    assert ours.restart() == []
 
 
 def test_one_whose_daemons_cannot_be_ended_does_not_end_the_deployment(clock: Clock) -> None:
     failure = subprocess.TimeoutExpired("raylet", 5)
-    [line] = two(FakeNode(lives=False, failure=failure)).revive()
+    [line] = two(FakeNode(lives=False, failure=failure)).restart()
 
     assert "raylet 1 died, and is tried again in 2 s" in line
 
@@ -107,7 +107,7 @@ def test_what_was_started_of_a_raylet_that_failed_is_ended(
 
     monkeypatch.setattr(ours, "_started", started)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        ours.revive()
+        ours.restart()
         children[0].wait(120)
 
         assert other.poll() is None

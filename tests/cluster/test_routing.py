@@ -67,7 +67,7 @@ def test_a_worker_with_the_pages_does_not_drown() -> None:
 
 
 def test_answers_under_way_count_the_more_the_longer_the_prompt() -> None:
-    """A page of everybody's system prompt draws no long prompts past an idle worker."""
+    """A page of all tenants' system prompt draws no long prompts past an idle worker."""
     workers, held = [worker("a"), worker("b", sequences=2)], [l1("b", 1)]
 
     assert chosen(workers, held, tokens=2 * PAGE) == "a"
@@ -167,7 +167,7 @@ def test_policies_go_by_what_they_are_named_for(policy: Policy, expected: str) -
     assert choice.remotes == (("n1", "n1:1", 61),)
 
 
-def test_nobody_to_choose_is_an_error() -> None:
+def test_nothing_to_choose_is_an_error() -> None:
     with pytest.raises(ValueError, match="no worker"):
         choose(1, PAGE, Fleet(), [], COSTS)
 
@@ -213,7 +213,7 @@ def test_a_choice_is_one_of_the_workers_and_its_numbers_can_be(
     assert all(node != best.node for node, _, _ in choice.remotes)
     pages = [pages for _, _, pages in choice.remotes]
     assert pages == sorted(pages, reverse=True)
-    # Nobody with less to do and as much at hand is passed over.
+    # Nothing with less to do and as much at hand is passed over.
     for other in workers:
         if other.node == best.node and not any(one.worker_id for one in held):
             has_more = other.queued > best.queued or other.sequences > best.sequences

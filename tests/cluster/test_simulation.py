@@ -46,7 +46,7 @@ def wait_s(job: Job) -> float:
     return job.first_token_s - job.arrived_s
 
 
-def test_a_prompt_that_nobody_has_takes_what_its_pages_cost() -> None:
+def test_a_prompt_that_nothing_has_takes_what_its_pages_cost() -> None:
     (job,) = played(SHAPE, [request(0.0, 0, 8)])
 
     assert wait_s(job) == pytest.approx(8.5 * SHAPE.costs.recompute_s(8.5 / 2))

@@ -15,7 +15,7 @@ from peer_stub import exchange, stub
 from kvtier.cluster.config.deployment import ConfigError, load_config
 from kvtier.cluster.config.nodes import TransferTls
 from kvtier.cluster.machines.homes import Home
-from kvtier.cluster.machines.node_probe import Ground, tls_refusal
+from kvtier.cluster.machines.node_probe import NodeInfo, tls_refusal
 from kvtier.cluster.supervisor.actors import Actors
 from kvtier.cluster.supervisor.launch import Launched, LaunchError
 from kvtier.cluster.transfer import actor as exchange_module
@@ -50,7 +50,7 @@ def test_the_files_of_the_configuration_reach_the_exchanges(
     place: Any = SimpleNamespace(node_id="node-0", machine=SimpleNamespace(address="10.0.0.1"))
 
     Actors(config, tmp_path, parts, parts, 1, tmp_path, tmp_path).exchange(
-        Home(place, Ground(tmp_path, tmp_path, 1))
+        Home(place, NodeInfo(tmp_path, tmp_path, 1))
     )
 
     assert made["tls"] == TlsFiles("a.pem", "b.pem", "c.pem")

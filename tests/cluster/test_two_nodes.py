@@ -154,7 +154,7 @@ def test_what_is_killed_comes_back_and_serves(up: Shell, client: Client, name: s
     assert_comes_back(up, client, status, before, {name})
 
 
-def test_what_stands_still_is_told_killed_and_comes_back_and_serves(up: Shell, client: Client) -> None:
+def test_what_is_stalled_is_told_killed_and_comes_back_and_serves(up: Shell, client: Client) -> None:
     before = generate(client, PROMPT)
     status = client.status()
     names = {"exchange of node-1", "directory"}
@@ -175,7 +175,7 @@ def test_what_stands_still_is_told_killed_and_comes_back_and_serves(up: Shell, c
     assert_comes_back(up, client, status, before, names)
     log = (up.state / "up.log").read_text()
     for name in names:
-        assert re.search(rf"{name} stands still for \d+ s, and is killed", log)
+        assert re.search(rf"{name} is stalled for \d+ s, and is killed", log)
 
 
 def changes_of(status: dict[str, Any]) -> list[float]:

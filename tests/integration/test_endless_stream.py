@@ -1,7 +1,7 @@
 """A stream of 20,000 tokens through a worker and its node: flat memory, and the rule of attention sinks to the last token.
 
 Every key is cached once, turned by its true position. What the stream computes is compared with float64 numbers that,
-for each row anew, put all keys which the row attends at positions without a gap and turn them there (arXiv 2309.17453).
+for each row again, put all keys which the row attends at positions without a gap and turn them there (arXiv 2309.17453).
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def test_memory_is_flat_however_long_the_stream(tape: Tape) -> None:
 
 
 @pytest.mark.parametrize("segment", SEGMENTS, ids=lambda segment: f"{segment[0]}-{segment[1]}")
-def test_every_row_is_what_turning_all_its_keys_anew_gives(
+def test_every_row_is_what_turning_all_its_keys_again_gives(
     folder: Path, tape: Tape, segment: tuple[int, int]
 ) -> None:
     assert errors(folder, tape, segment, Rule()).max() <= TOLERANCE

@@ -97,7 +97,7 @@ def own_tokens(folder: Path) -> list[list[int]]:
 
 @contextmanager
 def started(folder: Path, place: Path) -> Iterator[tuple[Slowed, Client, CacheService]]:
-    """A node and a worker anew, over what L4 has in `place`."""
+    """A node and a worker again, over what L4 has in `place`."""
     runner = tiny_runner(folder, pages=512, max_batch_tokens=BATCH_TOKENS, native="auto")
     with (
         caching(place, page_bytes=page_sizes(runner)) as service,
@@ -130,7 +130,7 @@ def loads_needed(runner: Slowed) -> int:
 def test_tokens_equal_generate_cold_from_each_tier_and_after_a_restart(
     model: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """A batch of several prompts each time; the tiers did serve, and only with pages that somebody attends."""
+    """A batch of several prompts each time; the tiers did serve, and only with pages that something attends."""
     name, folder = model
     expected = own_tokens(folder)
     results: dict[str, list[Result]] = {}

@@ -128,7 +128,7 @@ def test_a_plan_that_passes_leads_nowhere_but_to_its_rows_and_frames(
 
 
 @every_kind
-def test_a_plan_is_checked_anew_for_another_arena_and_for_other_rows(kind: Make) -> None:
+def test_a_plan_is_checked_again_for_another_arena_and_for_other_rows(kind: Make) -> None:
     layout = make_layout(heads=1, formats=[Format.RAW])
     arena = torch.zeros_like(poisoned_arena(layout, 4))
     plan = make_plan([PlanSequence(0, 2, 64, spread_frames(layout, 4).numpy())], 16)

@@ -22,7 +22,7 @@ def any_number(variant: AotVariant) -> set[str]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_kernel_is_not_compiled_anew_while_it_serves(name: str) -> None:
+def test_a_kernel_is_not_compiled_again_while_it_serves(name: str) -> None:
     """Triton makes a form of its own for an integer that is 1 or divisible by 16, and for an aligned pointer."""
     variant = VARIANTS[name]
 

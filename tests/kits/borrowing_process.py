@@ -15,7 +15,7 @@ from waiting import until
 
 
 def main(model: str, socket_path: str) -> None:
-    """Until nobody listens."""
+    """Until nothing listens."""
     asked = prompts(8)
     found = wrong = rounds = 0
     with worker(Path(model), Path(socket_path).parent, "borrower", 24, NOTHING) as client:

@@ -243,7 +243,7 @@ class SimWorker:
     leases: dict[str, dict[PageRef, HostPage]] = field(default_factory=dict)
     coming: dict[str, set[PageRef]] = field(default_factory=dict)
     messages: list[ToWorker] = field(default_factory=list)
-    # Of an exchange: its fetches under way, with the pages that have not come, and those nobody waits for.
+    # Of an exchange: its fetches under way, with the pages that have not come, and those nothing waits for.
     fetches: dict[int, tuple[Fetch, list[FetchPage]]] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     # Of one that lends or borrows: its own frames that are lent, and those that are granted to it or it reads.
@@ -303,7 +303,7 @@ class World:
         self.reads: deque[ReadPage] = deque()
         self.checks: deque[VerifyPage] = deque()
         self.writer: deque[WritePage | CommitCatalogue | WipeSlots | MarkClear | ForgetTenant] = deque()
-        # What was made before its tenant's latest clear: slots of L3 that nobody may be leased, places in L4 to be wiped.
+        # What was made before its tenant's latest clear: slots of L3 that nothing may be leased, places in L4 to be wiped.
         self.cleared_slots: set[int] = set()
         self.cleared_frames: set[tuple[str, int]] = set()  # the same in L2, by lender and offset
         self.to_wipe: set[Place] = set()
@@ -454,7 +454,7 @@ class World:
             del self.peers[frame]
         self.tell(WorkerGone(worker.ref))
         for other in self.workers.values():
-            assert worker.ref.incarnation not in other.arenas, "nobody told of a lender that is gone"
+            assert worker.ref.incarnation not in other.arenas, "nothing told of a lender that is gone"
 
     # ---- L2 ------------------------------------------------------------------------------------------------------
 
@@ -511,7 +511,7 @@ class World:
         )
 
     def _use_frame(self, grant: PeerGrant) -> None:
-        """A frame is about to be written by others than before: nobody may use it."""
+        """A frame is about to be written by others than before: nothing may use it."""
         frame = grant.lender, grant.offset
         for worker in self.workers.values():
             assert all((g.lender, g.offset) != frame for g in worker.stock), "a granted frame is given away"
@@ -835,7 +835,7 @@ class World:
             self.finish_write()
 
     def settle(self) -> None:
-        """Workers copy what they get at once, as they promise; the I/O goes on: nobody is left waiting."""
+        """Workers copy what they get at once, as they promise; the I/O goes on: nothing is left waiting."""
         progress = True
         while progress:
             self.finish_all()
@@ -1000,7 +1000,7 @@ class World:
         chain = asked.chains[number]
         index -= asked.first_page
         keys = (chain.keys[index], *chain.other_keys[index : index + 1])
-        assert page.key in keys and page.variant in (chain.variant, chain.decayed), "a page nobody asked for"
+        assert page.key in keys and page.variant in (chain.variant, chain.decayed), "a page nothing asked for"
         assert self.host[page.grant.slot] == (page.key, page.variant), "the slot holds another page"
         assert page.grant.slot not in self.bad, "a corrupt copy is served again"
         assert request not in worker.asked_in_clear, "a page is looked up while its tenant is being cleared"
@@ -1021,7 +1021,7 @@ class World:
         self.spans[slot] = slot_bytes(payload_bytes) // ALIGN_BYTES
 
     def _take_over(self, slot: int, payload_bytes: int) -> None:
-        """These bytes are about to be overwritten: nobody may use any of them."""
+        """These bytes are about to be overwritten: nothing may use any of them."""
         units = range(slot, slot + slot_bytes(payload_bytes) // ALIGN_BYTES)
 
         def overlaps(other: int, nbytes: int) -> bool:

@@ -50,7 +50,7 @@ class Drive:
         self.served.call(self.served.core.lose_worker, worker.info.worker_id, reason)
 
     def finish(self, call: Future[dict[str, Any]]) -> dict[str, Any]:
-        """Let everybody go on until the request has ended."""
+        """Let all go on until the request has ended."""
 
         def ended() -> bool:
             for worker in self.workers:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from kvtier.cluster.config.deployment import GrpcConfig
 from kvtier.cluster.gateway.admission import GatewayCore
-from kvtier.cluster.gateway.cache_api.cache import CacheVerbs, Node
+from kvtier.cluster.gateway.cache_api.cache import CacheApi, Node
 from kvtier.cluster.gateway.cache_api.clears import Clearer, ClearRecord
 from kvtier.cluster.gateway.owners.locations import Holders, HoldersPort
 from kvtier.cluster.gateway.ports import OwnerDown
@@ -193,7 +193,7 @@ class EchoWorker:
     sink: Callable[[str, list[Output]], None] = lambda worker_id, outputs: None
     is_manual: bool = False
     max_waiting: int = 10_000
-    is_dead: bool = False  # its process has ended, and nobody has noticed yet
+    is_dead: bool = False  # its process has ended, and nothing has noticed yet
     wrong: str | None = None
     pages_held: dict[str, PageInfo] = field(default_factory=dict)
     counters: Snapshot = field(default_factory=lambda: counted(2))
@@ -402,7 +402,7 @@ class Served:
         self.endpoint = ""
         self.core: GatewayCore
         self.server: GatewayServer
-        self.cache: CacheVerbs
+        self.cache: CacheApi
         self.clearer: Clearer
         self.workers: list[EchoWorker] = []
 
@@ -480,7 +480,7 @@ def serving(
         for worker in served.workers:
             worker.sink = served.core.on_outputs
         held = [Node(node.info.node_id, node.info.pid, node) for node in nodes or []]
-        served.cache = CacheVerbs(served.core, held, names, served.clearer, expected)
+        served.cache = CacheApi(served.core, held, names, served.clearer, expected)
         await served.cache.attach_nodes()
         served.server = GatewayServer(
             served.core, served.cache, served.status, config or GrpcConfig(port=0), workers * max_sequences

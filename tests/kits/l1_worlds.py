@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from scheduler_kit import TENANT, Machine, expected, tenancy_of
+from scheduler_kit import TENANT, Machine, expected, namespace_of
 
 from kvtier.tier.pages.page import PageFormat
 from kvtier.tier.pages.recipe import ChainNeeds, Recipe, Window
 from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.requests.api import FinishReason
-from kvtier.workers.requests.sequence import Tenancy
+from kvtier.workers.requests.sequence import Namespace
 
 RAW, INT8, INT4C = PageFormat.FP32, PageFormat.INT8, PageFormat.INT4C
 
@@ -22,7 +22,7 @@ class Workload:
     """A small machine, and requests that it accepts: (step, kind, prompt, max_tokens, n, cached)."""
 
     made: Machine
-    requests: list[tuple[int, Tenancy, list[int], int, int, bool]]
+    requests: list[tuple[int, Namespace, list[int], int, int, bool]]
 
 
 def workload(rng: Random, settings: PolicySettings | None = None) -> Workload:
@@ -71,18 +71,18 @@ def workload(rng: Random, settings: PolicySettings | None = None) -> Workload:
     return Workload(made, sorted(requests, key=lambda r: r[0]))
 
 
-def kinds_of(rng: Random, recipe: Recipe, windows: list[Window], has_lossy: bool) -> list[Tenancy]:
+def kinds_of(rng: Random, recipe: Recipe, windows: list[Window], has_lossy: bool) -> list[Namespace]:
     """The kinds of requests that one worker serves at once."""
-    exact = tenancy_of("exact", tuple(ChainNeeds(recipe, window) for window in windows))
+    exact = namespace_of("exact", tuple(ChainNeeds(recipe, window) for window in windows))
     kinds = [exact]
     if has_lossy:
         needs = tuple(ChainNeeds(recipe, window, any_variant=True) for window in windows)
-        kinds.append(tenancy_of("lossy", needs, exact, recipe.decayed or INT4C))
+        kinds.append(namespace_of("lossy", needs, exact, recipe.decayed or INT4C))
     if len(windows) == 1:
         for i in range(2):
             tokens = rng.randint(1, 16)
             window = Window(tokens, rng.randint(0, min(tokens, 6)))
-            kinds.append(tenancy_of(f"window {i}", (ChainNeeds(recipe, window),)))
+            kinds.append(namespace_of(f"window {i}", (ChainNeeds(recipe, window),)))
     return kinds
 
 
@@ -92,7 +92,7 @@ def drive(
     """Submit and run all; with `meddle` requests are cancelled, pages pinned and removed, trees cleared meanwhile."""
     made, rng = load.made, load.made.rng
     cancelled = set()
-    trees: dict[bytes, Tenancy] = {}
+    trees: dict[bytes, Namespace] = {}
     for i, (step, kind, prompt, max_tokens, n, use_cache) in enumerate(load.requests):
         while made.now < step and made.scheduler.unfinished:
             before_step(made)
@@ -116,7 +116,7 @@ def drive(
                 assert made.outputs[str(i), index] == expected(prompt, max_tokens, index)
 
 
-def disturb(made: Machine, rng: Random, trees: dict[bytes, Tenancy]) -> set[tuple[str, int]]:
+def disturb(made: Machine, rng: Random, trees: dict[bytes, Namespace]) -> set[tuple[str, int]]:
     """Something that people do; the sequences that it ended."""
     table = made.table
     alive = made.scheduler.active + made.scheduler.waiting

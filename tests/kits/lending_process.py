@@ -10,7 +10,7 @@ from worker_kit import serving, tiny_runner
 
 
 def main(model: str, socket_path: str) -> None:
-    """Serve nobody."""
+    """Serve nothing."""
     runner = tiny_runner(Path(model), 64, share_arena=True)
     with serving(runner, Path(socket_path), worker_id="lender", l2_share=0.75):
         signal.pause()

@@ -203,7 +203,7 @@ class StubNode:
         return {page.depth for page in pages}
 
     def num_leases(self) -> int:
-        """Leases that nobody has ended."""
+        """Leases that nothing has ended."""
         return sum(len(pages) for pages in self.leases.values())
 
     def call(self, work: Callable[[], None]) -> None:

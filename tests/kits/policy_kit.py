@@ -48,7 +48,7 @@ class Strict(Lru):
     def reuse(self, rows: Sequence[Row], now: float) -> None:
         self.hear(now)
         for row in rows:
-            assert not self.in_use[row], "a run is reused that nobody has released"
+            assert not self.in_use[row], "a run is reused that nothing has released"
             self.in_use[row] = True
         super().reuse(rows, now)
 
@@ -56,7 +56,7 @@ class Strict(Lru):
         self.hear(now)
         assert len(set(rows)) == len(rows) == len(behind)
         for row, left in zip(rows, behind, strict=True):
-            assert self.in_use[row], "a run is released that nobody uses"
+            assert self.in_use[row], "a run is released that nothing uses"
             self.in_use[row] = False
             if use.pages:
                 run = self._runs[row]

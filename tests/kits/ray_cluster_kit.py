@@ -19,7 +19,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 
 def joined_environment() -> dict[str, str]:
-    """What Ray's own processes and whoever joins them must find in theirs."""
+    """What Ray's own processes and those that join them must find in theirs."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -43,7 +43,7 @@ def runner_of(folder: Path, cache_dir: Path | None = None, **changes: Any) -> It
 class Pool:
     """Frames of a runner's arena, in no order, each with room for the largest page.
 
-    What isn't in use is poisoned, so that whoever still reads it gets NaN.
+    What isn't in use is poisoned, so that a late reader gets NaN.
     """
 
     def __init__(self, runner: Runner, seed: int = 99) -> None:

@@ -20,7 +20,7 @@ from kvtier.workers.models.formats import FORMAT_CODES
 from kvtier.workers.paging.frames import Convert, CopyHead, Move, Op, PageRecord, SaveState
 from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.api import EngineRequest, FinishReason, SamplingParams
-from kvtier.workers.requests.sequence import Load, Request, Sequence, SequenceState, Tenancy
+from kvtier.workers.requests.sequence import Load, Namespace, Request, Sequence, SequenceState
 from kvtier.workers.scheduling.scheduler import PREEMPTION, SPARED_AFTER, DemotedPage, Row, Scheduler, Step
 
 VOCAB = 50
@@ -139,7 +139,7 @@ class Machine:
             self.capacity, self.unit_bytes, self.page_tokens, self.pages, self.policy, self.shares
         )
         self.table.can_save = self.has_node
-        self.table.margin_bytes = self.margin
+        self.table.watermark_bytes = self.margin
         self.scheduler = Scheduler(
             self.table,
             max_batch_tokens=self.max_batch_tokens,
@@ -157,27 +157,27 @@ class Machine:
         max_tokens: int,
         n: int = 1,
         use_cache: bool = True,
-        tenancy: Tenancy | None = None,
+        namespace: Namespace | None = None,
     ) -> Request:
         spec = EngineRequest(
             name, "t", tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), use_cache=use_cache
         )
         number = sum(r.spec.sampling.n for r in self.requests)
-        where = tenancy or tenancy_of("plain", PLAIN)
+        where = namespace or namespace_of("plain", PLAIN)
         request = self.scheduler.submit(
             spec, number, where, LONGEST, submitted_s=self.now, wall_s=0.0, turn=0
         )
         self.requests.append(request)
         return request
 
-    def clear(self, tenancy: Tenancy) -> Tenancy:
+    def clear(self, namespace: Namespace) -> Namespace:
         """Clear a tree; running requests of it go on under another."""
-        self.table.clear(tenancy.tree, self.now)
-        fresh = replace(tenancy, tree=RootKey(self.rng.randbytes(32)))
+        self.table.clear(namespace.tree, self.now)
+        fresh = replace(namespace, tree=RootKey(self.rng.randbytes(32)))
         for request in self.requests:
             going = [seq.number for seq in request.sequences if seq.state is not SequenceState.FINISHED]
-            if request.tenancy.tree == tenancy.tree and going:
-                request.tenancy = fresh
+            if request.namespace.tree == namespace.tree and going:
+                request.namespace = fresh
         return fresh
 
     # Steps
@@ -221,7 +221,7 @@ class Machine:
         for seq in step.loads:
             assert seq.load is not None
             saved = self.tails.get(seq, 0) == len(seq.groups)
-            assert saved or not seq.load.tail_tokens, "a partial page is asked for that nobody saved"
+            assert saved or not seq.load.tail_tokens, "a partial page is asked for that nothing saved"
         self.asked += step.loads
         busy = self.saving or self.below or self.coming or self.asked
         assert step.rows or step.ops or step.demotions or busy or self.table.lent_bytes, "nothing can go on"
@@ -250,7 +250,7 @@ class Machine:
         assert all(policy.in_use[row] == in_use for row, in_use in rows.items())
 
     def check_fairness(self, step: Step, before: set[Sequence]) -> None:
-        """Who was preempted often gives way only to others like it, and nobody is overtaken who could go on."""
+        """Who was preempted often gives way only to others like it, and nothing is overtaken who could go on."""
         victims = [demotion.seq for demotion in step.demotions]
         running = [seq for seq in self.scheduler.active if seq.state is SequenceState.RUNNING]
         for i, victim in enumerate(victims):
@@ -303,7 +303,7 @@ class Machine:
         prefix = self.contents(seq, end)
         for group, pages in enumerate(seq.groups):
             self.check_pages(seq, group, start, end)
-            write = seq.request.tenancy.needs[group].recipe.write
+            write = seq.request.namespace.needs[group].recipe.write
             for i in range(start, end):
                 frame, place = int(pages.frames[i // self.page_tokens]), i % self.page_tokens
                 assert self.table.copies_of(frame) == 0, "written under a copy"
@@ -320,8 +320,8 @@ class Machine:
 
     def check_pages(self, seq: Sequence, group: int, start: int, end: int) -> None:
         """A sequence has exactly what rows [start, end) attend, in the formats that the recipe says."""
-        tenancy, pages, page_tokens = seq.request.tenancy, seq.groups[group], self.page_tokens
-        need, window = tenancy.needs[group], tenancy.needs[group].window
+        namespace, pages, page_tokens = seq.request.namespace, seq.groups[group], self.page_tokens
+        need, window = namespace.needs[group], namespace.needs[group].window
         prefix = self.contents(seq, start)
         num_pages = -(-end // page_tokens)
         held = list(pages.held())
@@ -332,7 +332,7 @@ class Machine:
         assert set(wanted) <= set(here) <= allowed, "other pages are held than rows attend"
         run = pages.run(num_pages)
         assert run.frames.tolist() == [int(pages.frames[i]) for i in here]
-        roots = {pages.root, *tenancy.other_roots[group : group + 1]}
+        roots = {pages.root, *namespace.other_roots[group : group + 1]}
         for i in wanted:
             if i * page_tokens >= start:
                 continue
@@ -340,7 +340,7 @@ class Machine:
             formats = {need.recipe.format_at(i, start, page_tokens)}
             assert formats == {need.recipe.format_at(i, end - 1, page_tokens)}, "a chunk crosses a boundary"
             if need.any_variant:
-                formats |= {need.recipe.write, tenancy.other_format(group) or need.recipe.write}
+                formats |= {need.recipe.write, namespace.other_format(group) or need.recipe.write}
             assert page.group == group and page.format in formats, f"page {i} is {page.format}"
             if run.formats is not None:
                 assert run.formats[here.index(i)] == FORMAT_CODES[page.format]
@@ -401,7 +401,7 @@ class Machine:
         for group, chain in enumerate(load.chains):
             assert len(chain.keys) == len(chain.held)
             bits = bytearray([HAS_WRITTEN | HAS_DECAYED]) * first
-            if seq.request.tenancy.other_format(group) is None:
+            if seq.request.namespace.other_format(group) is None:
                 bits = bytearray([HAS_WRITTEN]) * first
             for i in range(len(chain.keys)):
                 have = self.found(seq, load, group, first + i)
@@ -429,7 +429,7 @@ class Machine:
         chain = load.chains[group]
         keys = [chain.keys[page - load.first_page]]
         keys += chain.other_keys[page - load.first_page : page - load.first_page + 1]
-        formats = [chain.needs.recipe.write, seq.request.tenancy.other_format(group)]
+        formats = [chain.needs.recipe.write, seq.request.namespace.other_format(group)]
         have = {
             f: self.node[key, f] for key in reversed(keys) for f in formats if f and (key, f) in self.node
         }
@@ -445,7 +445,7 @@ class Machine:
         for format in (wanted, chain.needs.recipe.write, *have):
             if format in have:
                 return have[format]
-        raise AssertionError("the prefix has a page that nobody has")
+        raise AssertionError("the prefix has a page that nothing has")
 
     def copy_up(self, chance: float) -> None:
         left, self.below = self.below, []
@@ -503,7 +503,7 @@ class Machine:
     def demote(self, seq: Sequence, page: DemotedPage) -> None:
         full = page.tokens == self.page_tokens
         root, end = seq.groups[page.group].root, page.depth * self.page_tokens + page.tokens
-        salt = seq.request.tenancy.salt
+        salt = seq.request.namespace.salt
         chain = page_keys(root, salt, seq.tokens[:end], self.page_tokens, include_partial=True)
         *_, parent, key = (root, *chain)
         copy = self.memory.read(page.frame).copy()
@@ -551,7 +551,7 @@ class Machine:
         records = [record for record, _ in self.table.cached()]
         if self.margin:
             self.leaving += [record for record in due if record.leaves]
-            self.leaving += self.table.set_aside(self.now)
+            self.leaving += self.table.choose_to_evict(self.now)
             self.leaving = [record for record in self.leaving if self.table.is_cached(record)]
             records = self.leaving
         for record in list(records):
@@ -561,13 +561,15 @@ class Machine:
                 self.saving.append(Saving(record.frame, record.key, page, None, record))
 
 
-def tenancy_of(
-    name: str, needs: tuple[ChainNeeds, ...], exact: Tenancy | None = None, lossy: PageFormat | None = None
-) -> Tenancy:
+def namespace_of(
+    name: str, needs: tuple[ChainNeeds, ...], exact: Namespace | None = None, lossy: PageFormat | None = None
+) -> Namespace:
     """Where pages of one kind of request are found; `exact` is the kind that a lossy one may take pages of."""
     roots = tuple(RootKey(f"{name} {group}".encode().ljust(32)) for group in range(len(needs)))
     others = exact.roots if exact else ()
-    return Tenancy(roots, b"s" * 64, TENANT, RootKey(f"tree {name}".encode().ljust(32)), needs, others, lossy)
+    return Namespace(
+        roots, b"s" * 64, TENANT, RootKey(f"tree {name}".encode().ljust(32)), needs, others, lossy
+    )
 
 
 def next_token(tokens: list[int], index: int) -> int:

@@ -34,7 +34,7 @@ def small_ray(num_cpus: int = 2) -> Iterator[None]:
 
 
 def kill(actor: Any) -> None:
-    """Kill an actor, and wait until whoever calls it is told so: that comes some time after its death."""
+    """Kill an actor, and wait until its callers are told so: that comes some time after its death."""
     ray.kill(actor)
     until(lambda: is_dead(actor), "calls of a killed actor fail")
 

@@ -34,7 +34,7 @@ def open_fds() -> set[str]:
 
 
 class Node:
-    """A server that welcomes everybody, on a thread of its own."""
+    """A server that welcomes all, on a thread of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.server = NodeServer(folder / "s", None)
@@ -76,7 +76,7 @@ def node(folder: Path) -> Iterator[Node]:
         made.close()
 
 
-class Lender:
+class PeerExport:
     """A client that lends an arena."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -110,7 +110,7 @@ def test_each_arena_comes_with_its_own_descriptors_however_the_stream_is_cut(tmp
     before = open_fds()
     heard: list[Any] = []
     with node(tmp_path):
-        lenders = {name: Lender(tmp_path, name) for name in "abcde"}
+        lenders = {name: PeerExport(tmp_path, name) for name in "abcde"}
         borrower = NodeClient.connect(tmp_path / "s", hello("z"), heard.append, lambda: None)
         borrower.send(NewRoot(dict.fromkeys("cabedc", "")))
         until(lambda: sum(isinstance(message, Arena) for message in heard) == 5, "all arenas come")
@@ -130,7 +130,7 @@ def test_each_arena_comes_with_its_own_descriptors_however_the_stream_is_cut(tmp
 def test_a_lifeline_is_open_as_long_as_the_node_or_a_peer_may_use_the_arena(tmp_path: Path) -> None:
     heard: list[Any] = []
     with node(tmp_path) as running:
-        lender = Lender(tmp_path, "a")
+        lender = PeerExport(tmp_path, "a")
         borrower = NodeClient.connect(tmp_path / "s", hello("z"), heard.append, lambda: None)
         borrower.send(NewRoot({"a": ""}))
         until(lambda: any(isinstance(message, Arena) for message in heard), "the arena comes")
@@ -140,20 +140,20 @@ def test_a_lifeline_is_open_as_long_as_the_node_or_a_peer_may_use_the_arena(tmp_
 
         borrower.close()
 
-        until(lambda: lender.is_let_go, "nobody holds it")
+        until(lambda: lender.is_let_go, "nothing holds it")
         lender.close()
 
 
 def test_a_peer_that_dies_before_it_has_read_holds_nothing(tmp_path: Path) -> None:
     before = open_fds()
     with node(tmp_path) as running:
-        lender = Lender(tmp_path, "a")
+        lender = PeerExport(tmp_path, "a")
         borrower = NodeClient.connect(tmp_path / "s", hello("z"), lambda message: None, lambda: None)
         borrower.send(NewRoot(dict.fromkeys("aaaa", "")))
         borrower.close()
         until(lambda: "z" in running.gone, "the node hears of it")
         lender.client.close()
-        until(lambda: lender.is_let_go, "nobody holds it")
+        until(lambda: lender.is_let_go, "nothing holds it")
         lender.close()
         lender.arena = torch.empty(0)  # its mapping has a descriptor of its own
     until(lambda: not open_fds() - before, "what was opened is closed")

@@ -216,7 +216,7 @@ def test_wa_evicts_least_recently_used_pages_of_one_sort() -> None:
     assert cache.resident().tolist() == [0, 2, 3]
 
 
-def test_a_turn_follows_the_last_request_of_its_chain_and_shared_prompts_begin_anew() -> None:
+def test_a_turn_follows_the_last_request_of_its_chain_and_shared_prompts_begin_again() -> None:
     turns = Turns()
     turns.grow(16)
 

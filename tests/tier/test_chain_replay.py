@@ -92,7 +92,7 @@ def test_time_saved_is_what_hits_save_less_what_loads_take() -> None:
 
 
 @pytest.mark.parametrize("policy", [LRU, RVI], ids=["lru", "rvi"])
-def test_what_nobody_will_use_again_is_hardly_written_when_pages_are_demoted(policy: PolicySettings) -> None:
+def test_what_nothing_will_use_again_is_hardly_written_when_pages_are_demoted(policy: PolicySettings) -> None:
     through = ChainModel(tiers(8, 8, 32, 64), policy, write="through")
     demote = ChainModel(tiers(8, 8, 32, 64), policy, write="demote")
     for n in range(150):

@@ -309,7 +309,7 @@ def test_a_damaged_record_of_clears_is_said_and_lets_the_gateway_clear_again(tmp
         assert found(tmp_path, "ada", 4) == 0
 
 
-def test_a_folder_that_nobody_uses_is_cleared_by_whoever_uses_it_next(tmp_path: Path) -> None:
+def test_a_folder_that_nothing_uses_is_cleared_by_its_next_user(tmp_path: Path) -> None:
     with running(tmp_path) as service:
         fill(service, tmp_path)
         assert not mark_unused(tmp_path / "l4", ADA, 5), "it is in use"

@@ -1083,7 +1083,7 @@ REQUESTS = ["r0", "r1"]
 NAMES = ["w0", "w0", "w1"]
 READERS = ["w0", "w0", "w1", "exchange:n1"]  # the last serves this node's pages to another
 EXCHANGES = ["exchange:n0", "exchange:n0", "exchange:n1"]
-PEER_REASONS = ["", "never_stored", "load_failed", "corrupt", "deadline", "what nobody knows"]
+PEER_REASONS = ["", "never_stored", "load_failed", "corrupt", "deadline", "what nothing knows"]
 READ_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "missing", "io"]
 WRITE_FAILURES: list[Failure | None] = [None, None, None, None, "corrupt", "io", "full"]
 TIERS = [None, TierName.HOST, TierName.SSD]
@@ -1132,7 +1132,7 @@ class Actors:
     """Workers that come, store, ask, copy, cheat and die; a disk that fails; operators that pin, evict and clear.
 
     The world asserts at each command that it is safe, the coordinator's `check` runs after each event, and in the end
-    everybody who waits must have been served, and all that was borrowed must be back.
+    all who waits must have been served, and all that was borrowed must be back.
     """
 
     def __init__(self, world: World) -> None:

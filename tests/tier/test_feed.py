@@ -172,7 +172,7 @@ KEYS = st.lists(st.integers(0, 15), max_size=6, unique=True)
 
 
 class FeedAndDirectory(RuleBasedStateMachine):
-    """Truth changes; batches are lost, repeated, delayed; either side starts anew; at rest all agree."""
+    """Truth changes; batches are lost, repeated, delayed; either side restarts; at rest all agree."""
 
     @initialize(batch_keys=st.sampled_from([2, 6, 4096]), max_pending=st.sampled_from([8, 10_000]))
     def begin(self, batch_keys: int, max_pending: int) -> None:

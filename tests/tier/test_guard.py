@@ -146,7 +146,7 @@ for number in range(200):
 
 
 def test_which_requests_are_sampled_is_the_same_in_every_process() -> None:
-    """Keys of pages are bytes, whose hash Python draws anew for each process: a recording could not be run again."""
+    """Keys of pages are bytes, whose hash Python draws again for each process: a recording could not be run again."""
     sampled = [
         subprocess.run(
             [sys.executable, "-c", SAMPLED_OF_BYTES],

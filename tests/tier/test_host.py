@@ -94,7 +94,7 @@ def test_attaching_more_than_the_slab_has_is_refused() -> None:
     tier.close()
 
 
-def test_nobody_can_shrink_the_slab_under_a_reader() -> None:
+def test_nothing_can_shrink_the_slab_under_a_reader() -> None:
     tier = HostTier(2 * SLOT_BYTES)
 
     with pytest.raises(PermissionError):

@@ -151,7 +151,7 @@ def test_a_page_that_l3_has_no_more_is_read_from_l2_and_not_from_l4() -> None:
     assert at_peers(located) == [0, 1] and located.missing is None
 
 
-def test_a_lender_has_what_nobody_uses_at_once() -> None:
+def test_a_lender_has_what_nothing_uses_at_once() -> None:
     world, lender, borrower = lending_world()
     put(world, borrower, "ab")
 
@@ -286,7 +286,7 @@ def test_a_cleared_tenants_page_does_not_come_back_from_a_peer() -> None:
 
 
 def test_a_copy_that_began_before_a_clear_is_not_taken_for_the_page_that_was_made_since() -> None:
-    """The borrower hasn't heard of the clear; another worker has, and has made the same page anew."""
+    """The borrower hasn't heard of the clear; another worker has, and has made the same page again."""
     world, _, borrower = lending_world()
     put(world, borrower, "a")
     world.say(borrower, WantFrames(1, PAYLOAD_BYTES))
@@ -490,7 +490,7 @@ class Actors:
         self.worker(name).knows[None] = self.world.number
 
     def end(self) -> None:
-        """Everybody gives back what it has; then every frame is free, and goes home."""
+        """All gives back what it has; then every frame is free, and goes home."""
         world = self.world
         world.settle()
         for worker in list(world.workers.values()):

@@ -1,4 +1,4 @@
-"""Random messages, and random bytes, end their sender's connection at most: never the node, and nobody else's pages."""
+"""Random messages, and random bytes, end their sender's connection at most: never the node, and nothing else's pages."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ GARBAGE: dict[str, bytes] = {
     "random bytes": Random(1).randbytes(4096),
     "text that is none": message_of(b"Release", b"request_id", text(b"\xff\xfe")),
     "a kind that is none": framed(b"\x81" + text(b"type") + text(b"\xff\xff")),
-    "a kind that nobody knows": message_of(b"Explode", b"at", b"\x00"),
+    "a kind that nothing knows": message_of(b"Explode", b"at", b"\x00"),
     "a list of 4 billion": message_of(b"ReturnSlots", b"grants", b"\xdd\xff\xff\xff\xff"),
     "a table of 4 billion": message_of(b"NewRoot", b"root_fields", b"\xdf\xff\xff\xff\xff"),
     "a number beyond int64": message_of(b"Release", b"from_page", b"\xcf" + b"\xff" * 8),

@@ -20,7 +20,7 @@ from kvtier.tier.protocol.messages import Finished, NewRoot, WriteMode
 
 LIMITS = Limits(gone=16, roots=4, specs=4, contents=8, peers=2, requests_per_worker=4)
 # Bounded by numbers that no test gets to: what requests begin with, and what a policy has learned from.
-LEARNED = {"Stems", "Releases", "Hazard", "PageNames", "GhostCache"}
+LEARNED = {"Stems", "ReuseIntervals", "ReuseModel", "PageNames", "GhostCache"}
 
 
 def sizes(root: object) -> Counter[str]:

@@ -459,7 +459,7 @@ def test_a_fetch_that_waits_for_its_turn_ends_at_its_deadline() -> None:
     assert drive.told[0].reason == "deadline"
 
 
-def test_a_cancelled_fetch_is_ended_when_its_run_lets_go_and_blames_nobody() -> None:
+def test_a_cancelled_fetch_is_ended_when_its_run_lets_go_and_blames_nothing() -> None:
     drive = Driver()
     for number in range(2 * OPEN_AFTER):
         drive(Asked(1, fetch_of(number)))
@@ -472,7 +472,7 @@ def test_a_cancelled_fetch_is_ended_when_its_run_lets_go_and_blames_nobody() -> 
     assert drive.notes == []
 
 
-def test_the_fetches_of_a_lost_node_are_told_to_nobody() -> None:
+def test_the_fetches_of_a_lost_node_are_told_to_nothing() -> None:
     drive = Driver(FetchLimits(streams=1))
     drive(Asked(1, fetch_of(1)))
     drive(Asked(1, fetch_of(2)))

@@ -329,7 +329,7 @@ def test_latents_that_no_number_of_gpus_divides_fit_none() -> None:
     assert "no --tp" in said(plan, "no request fits")
 
 
-def test_output_that_nobody_counted_is_counted_in_a_note() -> None:
+def test_output_that_nothing_counted_is_counted_in_a_note() -> None:
     without, with_output = plan_of("llama-2-7b"), plan_of("llama-2-7b", output_tokens=512)
 
     assert said(without, "output counts too").endswith(

@@ -538,7 +538,7 @@ def test_a_run_that_others_use_on_is_in_use_again_at_once() -> None:
     assert not any(policy.in_use.values())
 
 
-def test_a_path_that_nobody_used_leaves_the_order_alone() -> None:
+def test_a_path_that_nothing_used_leaves_the_order_alone() -> None:
     index = PrefixIndex(1)
     index.insert(ROOT, ids(1), frames(0), 1.0)
     index.insert(ROOT, ids(2), frames(1), 2.0)

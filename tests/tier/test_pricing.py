@@ -417,7 +417,7 @@ def test_a_node_reads_for_another_one_what_it_has_asked_it_for(is_read_first: bo
     end(world)
 
 
-def test_a_fetch_that_nobody_waits_for_any_more_is_no_fault_of_the_node() -> None:
+def test_a_fetch_that_nothing_waits_for_any_more_is_no_fault_of_the_node() -> None:
     world, worker, exchange = world_with("")
     world.locate(worker, "r", TENANT, "ab", remotes=[("n1", 2)])
     world.release(worker, "r")
@@ -476,7 +476,7 @@ def test_pages_that_come_from_a_node_without_a_hint_of_it_are_joined() -> None:
 MIB = 2**20
 
 
-def test_after_a_slow_spell_one_fetch_finds_out_and_nobody_else_pays() -> None:
+def test_after_a_slow_spell_one_fetch_finds_out_and_nothing_else_pays() -> None:
     """After TRUSTED_S all requests took a node for fast again, until the first fetch of it was over."""
     path = "a" * 64
     world, worker, exchange = world_with("")
@@ -545,7 +545,7 @@ def test_what_is_queued_at_a_node_that_turns_out_slow_is_computed() -> None:
     (failed,) = [message for message in worker.messages if isinstance(message, LoadFailed)]
     assert (failed.missing.page, failed.missing.reason) == (8, "costlier")
     assert len(worker.leases["r"]) == 8 and worker.coming["r"] == set()
-    assert other.coming["must"] == {(0, 0), (0, 1)}, "what nobody would compute still comes"
+    assert other.coming["must"] == {(0, 0), (0, 1)}, "what nothing would compute still comes"
     end(world)
 
 

@@ -151,7 +151,7 @@ def test_what_a_node_broke_at_is_recorded(tmp_path: Path) -> None:
         service.record(tmp_path / "file")
         peer = Peer(tmp_path)
         peer.store(0, 2)
-        service._post([WriteDone(10**6)])  # of a write that nobody ordered
+        service._post([WriteDone(10**6)])  # of a write that nothing ordered
         wait_until(lambda: service.health() is not None)
         peer.close()
 

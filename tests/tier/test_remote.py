@@ -151,7 +151,7 @@ def test_without_an_exchange_a_hint_is_of_no_use() -> None:
         chain_of(chain_keys(TENANT, "ab"), decayed=INT4C, recent=16, spec=spec_of((0, BF16))),
         chain_of(chain_keys(TENANT, "ab"), decayed=INT4C, any_variant=True, spec=spec_of((0, BF16))),
         chain_of(chain_keys(TENANT, "ab")),
-        chain_of(chain_keys(TENANT, "ab"), spec=b"nobody named it."),
+        chain_of(chain_keys(TENANT, "ab"), spec=b"no one named it."),
     ],
 )
 def test_pages_that_are_not_all_alike_or_of_an_unknown_size_are_not_fetched(chain: Chain) -> None:
@@ -498,7 +498,7 @@ def test_an_exchange_stores_into_the_slots_of_its_fetches_alone() -> None:
     assert worker.coming["r"] == set()
 
 
-def test_when_the_exchange_dies_nobody_waits_and_no_slot_is_lost() -> None:
+def test_when_the_exchange_dies_nothing_waits_and_no_slot_is_lost() -> None:
     world, worker, exchange = two_nodes(limits=Limits(fetch_pages=2, fetches_per_peer=1))
     world.locate(worker, "r", TENANT, "aaaa", remotes=[("n1", 4)])
     (fetch,) = fetches(exchange)
@@ -601,7 +601,7 @@ def test_an_exchange_that_never_ends_a_fetch_is_not_waited_for() -> None:
     assert world.node.is_idle
 
 
-def test_an_exchange_that_stands_still_costs_one_request_its_patience_and_the_next_ones_nothing() -> None:
+def test_an_exchange_that_is_stalled_costs_one_request_its_patience_and_the_next_ones_nothing() -> None:
     world, worker, exchange = two_nodes()
     world.locate(worker, "r", TENANT, "ab", remotes=[("n1", 2)])
     world.now += 2.0
@@ -618,7 +618,7 @@ def test_an_exchange_that_stands_still_costs_one_request_its_patience_and_the_ne
     assert_nothing_leaks(world)
 
 
-def test_what_is_queued_behind_an_exchange_that_stands_still_is_computed() -> None:
+def test_what_is_queued_behind_an_exchange_that_is_stalled_is_computed() -> None:
     world, worker, exchange = two_nodes(num_slots=256)
     for number in range(8):
         world.locate(worker, f"r{number}", TENANT, chr(300 + number) * 8, remotes=[("n1", 8)])

@@ -11,7 +11,7 @@ from kvtier.tier.policy.base import Costs, Kind, PolicySettings, Use
 from kvtier.tier.policy.ghost_cache import GhostCache
 from kvtier.tier.policy.rvi.policy import Rvi
 from kvtier.tier.policy.rvi.reuse_intervals import NONE, slots
-from kvtier.tier.policy.rvi.reuse_model import AGES, EDGES, WIDTHS, Hazard, best_rates
+from kvtier.tier.policy.rvi.reuse_model import AGES, EDGES, WIDTHS, ReuseModel, best_rates
 
 requests = st.lists(
     st.tuples(
@@ -226,11 +226,11 @@ def test_described_with_score_idle_time_and_uses() -> None:
 
 
 def test_the_log_of_releases_is_bounded_and_what_fell_out_is_not_learned_from() -> None:
-    from kvtier.tier.policy.rvi.reuse_intervals import Releases
+    from kvtier.tier.policy.rvi.reuse_intervals import ReuseIntervals
 
-    learned = Hazard()
+    learned = ReuseModel()
     policy = Rvi(PolicySettings())
-    policy._releases = Releases(learned, capacity=16)
+    policy._releases = ReuseIntervals(learned, capacity=16)
     rows = [policy.add(1, 0, 1, 1, 0.0) for _ in range(100)]
 
     for now, row in enumerate(rows):

@@ -82,7 +82,7 @@ def test_the_pages_end_where_the_last_worker_that_was_asked_has_none() -> None:
 
     assert loaded(exchange) == [0] and failed(exchange) == [(1, "never_stored")]
     assert exchange.coming["p"] == set()
-    world.say(second, Unsaved([(key_of(TENANT, "abc"), BF16)]))  # nobody waits for it any more
+    world.say(second, Unsaved([(key_of(TENANT, "abc"), BF16)]))  # nothing waits for it any more
     assert failed(exchange) == [(1, "never_stored")]
     assert_nothing_is_left(world, exchange)
 
@@ -190,7 +190,7 @@ def test_workers_are_asked_by_exchanges_alone_and_only_for_pages_they_can_have()
     silent = world.connect("silent")
 
     assert world.locate(silent, "r", TENANT, "ab").pages == 0
-    unknown = chain_of(chain_keys(TENANT, "ab"), spec=b"nobody named it.")
+    unknown = chain_of(chain_keys(TENANT, "ab"), spec=b"no one named it.")
     assert world.locate(exchange, "p", TENANT, "ab", chains=[unknown]).pages == 0
     windowed = chain_of(chain_keys(TENANT, "ab"), window=32, spec=spec_of((0, BF16)))
     assert world.locate(exchange, "p", TENANT, "ab", chains=[windowed]).pages == 0

@@ -12,7 +12,7 @@ from kvtier.tier.policy.ghost_cache import GhostCache
 from kvtier.tier.policy.guard import Guarded
 from kvtier.tier.policy.registry import NAMES, make_policy
 from kvtier.tier.policy.rvi.policy import Rvi
-from kvtier.tier.policy.weighted import ThreeTerms
+from kvtier.tier.policy.weighted import WeightedScore
 
 
 def test_every_policy_is_made_by_its_name_and_others_are_refused_with_the_choices() -> None:
@@ -94,7 +94,7 @@ def test_costs_double_where_attention_costs_what_linear_layers_do() -> None:
     ],
 )
 def test_each_term_of_the_score_keeps_what_it_is_for(weights: ScoreWeights, kept: str) -> None:
-    policy = ThreeTerms(PolicySettings(weights=weights))
+    policy = WeightedScore(PolicySettings(weights=weights))
     uses = {
         "recent": (500.0, Use(10, 10, 10)),
         "long": (1.0, Use(200, 9, 10)),
@@ -112,7 +112,7 @@ def test_each_term_of_the_score_keeps_what_it_is_for(weights: ScoreWeights, kept
 
 
 def test_the_terms_add_up_as_described() -> None:
-    policy = ThreeTerms(PolicySettings(weights=ScoreWeights(0.5, 0.2, 0.3)))
+    policy = WeightedScore(PolicySettings(weights=ScoreWeights(0.5, 0.2, 0.3)))
     row = policy.add(1, 0, 1, 1, 0.0)
     policy.release([row], [0], Use(128, 1, 1024), 0.0)
 

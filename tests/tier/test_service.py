@@ -333,7 +333,7 @@ def test_all_of_a_tier_is_evicted_a_few_pages_at_a_time(
 def test_the_loop_turns_between_parts_of_what_is_asked_of_many_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that clears or checks all of a large cache in one turn is killed, since it stands still."""
+    """A loop that clears or checks all of a large cache in one turn is killed, since it is stalled."""
     monkeypatch.setattr("kvtier.tier.node.service.LIST_STEP", 3)
     with running(tmp_path) as service:
         ada, eve = Peer(tmp_path, "w0"), Peer(tmp_path, "w1", tenant="eve")
@@ -450,7 +450,7 @@ def test_what_is_stored_while_a_clear_runs_is_cleared_too_and_comes_back_from_no
         ask = service._verb
 
         def store_between(*args: Any, **more: Any) -> list[tuple[bytes, Outcome]]:
-            """Behind each part the worker stores anew: once what is cleared already, else what was never here. Some of it
+            """Behind each part the worker stores again: once what is cleared already, else what was never here. Some of it
             leaves again, which wipes no slot."""
             found = ask(*args, **more)
             if len(stored) < 12:

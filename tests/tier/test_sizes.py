@@ -1,4 +1,4 @@
-"""Pages of several sizes in one L3: how room is made, who may have how much, and that nobody waits for ever."""
+"""Pages of several sizes in one L3: how room is made, who may have how much, and that nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_busy_size_cannot_starve_another() -> None:
     world.settle()
 
 
-def test_what_is_let_run_empty_is_used_again_when_nobody_waits_any_more() -> None:
+def test_what_is_let_run_empty_is_used_again_when_nothing_waits_any_more() -> None:
     world = World(2, 64, payloads=SIZES, host_segment_slots=1)
     busy = world.connect("w0", payloads=LARGE_ONLY)
     other = world.connect("w1", payloads=SMALL_ONLY)

@@ -129,7 +129,7 @@ def test_l4_is_preferred_while_something_else_takes_longer_anyhow() -> None:
     assert plan.choices == [2, L4]
 
 
-def test_a_node_that_failed_lately_gives_what_nobody_else_has() -> None:
+def test_a_node_that_failed_lately_gives_what_nothing_else_has() -> None:
     doubtful = Way(0.0, 0.1, is_doubtful=True)
 
     plan = cheapest(0, 20, [Run(10, (1, 2)), Run(20, (1,))], Prices([SLOW, doubtful, FAST], Compute(100.0)))

@@ -157,7 +157,7 @@ def test_a_second_opener_is_told_who_has_the_folder(tmp_path: Path) -> None:
     open_l4(tmp_path).close()
 
 
-def test_nobody_else_can_look_into_the_folder(tmp_path: Path) -> None:
+def test_nothing_else_can_look_into_the_folder(tmp_path: Path) -> None:
     tier = open_l4(tmp_path)
     fill(tier, range(1))
 
@@ -272,7 +272,7 @@ def test_a_tier_told_of_its_small_pages_has_catalogue_and_segments_for_them(
         entries.append(entry_of(len(entries), place, 4096))
     for at in range(0, len(entries), 64):
         tier.commit(entries[at : at + 64])
-    tier.commit(entries)  # all uses change at once: each leaf of the catalogue is written anew
+    tier.commit(entries)  # all uses change at once: each leaf of the catalogue is written again
 
     assert len(entries) * small > 0.9 * tier.page_capacity_bytes
     tier.close()
@@ -536,7 +536,7 @@ def test_a_rebuild_does_not_bring_back_wiped_pages(tmp_path: Path) -> None:
 
 
 def test_a_rebuild_does_not_bring_back_a_forgotten_tenants_stale_copies(tmp_path: Path) -> None:
-    """Page 1 is evicted (its slot keeps the old header), then the tenant is cleared: nobody wipes that slot."""
+    """Page 1 is evicted (its slot keeps the old header), then the tenant is cleared: nothing wipes that slot."""
     tier = open_l4(tmp_path)
     fill(tier, range(3))
     tier.commit([], [(page_key(1), VARIANT)])

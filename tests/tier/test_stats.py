@@ -1,4 +1,4 @@
-"""How owners' counters add up while owners come, go, and start anew."""
+"""How owners' counters add up while owners come, go, and restart."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_no_counter_of_the_sum_falls_and_only_the_living_hold(steps: list[tuple[
         before = now
 
 
-def test_an_owner_that_starts_anew_goes_on_from_its_old_counts() -> None:
+def test_an_owner_that_starts_again_goes_on_from_its_old_counts() -> None:
     ledger = Ledger()
 
     for scale in (5, 0, 2, 3):

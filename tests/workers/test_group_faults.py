@@ -27,7 +27,7 @@ from kvtier.tier.pages.page import PageKey, RootKey, TierName, slot_bytes
 from kvtier.tier.protocol.messages import Grant
 from kvtier.tier.stores.base import Place
 from kvtier.tier.stores.host import HostTier
-from kvtier.workers.engine.heartbeat import Pulse
+from kvtier.workers.engine.heartbeat import Heartbeat
 from kvtier.workers.paging.copier import SaveJob, SavePage
 from kvtier.workers.parallel.pages import RankPages
 from kvtier.workers.parallel.plan import Begin, CopyIn, GroupBroken, Joined
@@ -44,18 +44,18 @@ def prompt(length: int, seed: int = 3) -> list[int]:
 
 
 def test_a_leader_that_waits_for_a_rank_counts_as_turning(tiny_llama: Path) -> None:
-    """A rank may make kernels meanwhile, for longer than a part may stand still; the group's patience bounds it."""
+    """A rank may make kernels meanwhile, for longer than a part may stall; the group's patience bounds it."""
     processes = Processes()
     with group_of(tiny_llama, pages=128, launch=processes) as group, serving(group) as client:
-        # By a clock that goes on by 1 whenever it is read: a loop that stands still is found further behind at each look.
-        pulse = Pulse(client.worker._thread, itertools.count(100).__next__)
+        # By a clock that goes on by 1 whenever it is read: a loop that is stalled is found further behind at each look.
+        heartbeat = Heartbeat(client.worker._thread, itertools.count(100).__next__)
         name = client.send(prompt(50), max_tokens=1500)
         client.first(name)
 
         os.kill(processes.children[0].pid, signal.SIGSTOP)
 
         until(
-            lambda: all(pulse.read() == 1 for _ in range(100)),
+            lambda: all(heartbeat.read() == 1 for _ in range(100)),
             "the leader waits, and is seen to at a hundred looks in a row",
         )
         os.kill(processes.children[0].pid, signal.SIGCONT)
@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_in_a_step_ends_the_worker_and_is_killed(
     assert "step-loop-w0 at" in dump and "\n" not in dump
 
 
-def test_a_rank_killed_in_the_middle_of_saves_and_loads_hangs_nobody(
+def test_a_rank_killed_in_the_middle_of_saves_and_loads_hangs_nothing(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     """The node takes all that the worker had back, once the last rank is gone."""
@@ -202,7 +202,7 @@ with group_of(Path({str(tiny_llama)!r}), launch=processes):
 
 
 def test_the_process_of_a_worker_whose_rank_died_ends(tiny_llama: Path) -> None:
-    """So that it is started anew as a whole."""
+    """So that it is restarted as a whole."""
     script = f"""
 import sys, psutil
 from kvtier.tier.policy.base import PolicySettings

@@ -36,7 +36,7 @@ def test_a_result_is_there_once_the_last_rank_has_answered() -> None:
     assert ledger.take(first) == {3: "rank 1: no memory", 4: "rank 2: gone"}
 
 
-def test_steps_that_nobody_waits_for_leave_nothing_behind() -> None:
+def test_steps_that_nothing_waits_for_leave_nothing_behind() -> None:
     ledger = Ledger([1], patience_s=10.0)
     for n in range(1, MAX_UNANSWERED + 1):
         assert ledger.has_room

@@ -46,7 +46,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def test_pages_that_come_are_evicted_and_cleared_are_told(tiny_llama: Path) -> None:
     with serving(tiny_runner(tiny_llama, pages=24)) as client:
-        client.generate(prompt(100, 0))  # before anybody asks
+        client.generate(prompt(100, 0))  # before anything asks
         mirror = Mirror(client)
         assert mirror.check() == 6
 
@@ -92,7 +92,7 @@ def test_streams_and_lossy_requests_are_told_too(tiny_llama: Path) -> None:
         assert mirror.held and client.worker.stats().tiers[TierName.HBM].evicted_pages > 0
 
 
-def test_a_step_tells_once_and_nobody_is_told_any_more_when_it_is_not_wanted(tiny_llama: Path) -> None:
+def test_a_step_tells_once_and_nothing_is_told_any_more_when_it_is_not_wanted(tiny_llama: Path) -> None:
     with serving(tiny_runner(tiny_llama, pages=64)) as client:
         mirror = Mirror(client)
         client.generate(prompt(200, 1), max_tokens=1)

@@ -151,7 +151,7 @@ def test_what_asking_for_one_sequences_pages_raises_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("eos", [[2, 600], [-1], [511, 2**31]])
-def test_an_end_of_sequence_outside_the_vocabulary_never_comes_and_harms_nobody(
+def test_an_end_of_sequence_outside_the_vocabulary_never_comes_and_harms_nothing(
     tmp_path: Path, eos: list[int]
 ) -> None:
     folder = tiny_models.make_tiny_llama(tmp_path / "model")

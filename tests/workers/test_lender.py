@@ -11,7 +11,14 @@ from l1_worlds import POLICIES, drive, workload
 from scheduler_kit import Machine, Page
 
 from kvtier.tier.pages.page import PageFormat
-from kvtier.workers.node_io.peer_export import PATIENCE_S, STARVED_S, Lender, starved, to_lend, to_take_back
+from kvtier.workers.node_io.peer_export import (
+    PATIENCE_S,
+    STARVED_S,
+    PeerExport,
+    starved,
+    to_lend,
+    to_take_back,
+)
 from kvtier.workers.requests.api import FinishReason
 from kvtier.workers.requests.sequence import SequenceState
 
@@ -60,7 +67,7 @@ class Peers:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None, phases=[Phase.generate])
-def test_whatever_is_lent_no_token_changes_and_nobody_starves(seed: int) -> None:
+def test_whatever_is_lent_no_token_changes_and_nothing_starves(seed: int) -> None:
     rng = Random(seed)
     life = workload(rng, rng.choice(POLICIES))
     peers = Peers(life.made, rng.choice([0.3, 0.8, 1.0]), rng.choice([0.0, 0.5, 0.95]))
@@ -76,7 +83,7 @@ class Keepers(Peers):
 
     def __init__(self, made: Machine, share: float) -> None:
         super().__init__(made, share, slowness=1.0)
-        self.lender = Lender(made.scheduler, NoLink(), share)  # type: ignore[arg-type]
+        self.lender = PeerExport(made.scheduler, NoLink(), share)  # type: ignore[arg-type]
         self.given_up = 0
 
     def step(self) -> None:
@@ -102,9 +109,9 @@ def test_whatever_peers_keep_for_good_each_request_ends_and_no_token_changes(see
     assert len(life.made.table.frames.lent) == peers.lent
 
 
-def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nobody_else() -> None:
+def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nothing_else() -> None:
     made = idle(16)
-    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
+    lender = PeerExport(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
     made.table.frames.lend(1, 10)
     large = made.submit("large", [0] * 8, 2).sequences[0]
     made.submit("small", [1] * 2, 2)
@@ -123,9 +130,9 @@ def test_who_needs_what_peers_keep_is_given_up_after_a_while_and_nobody_else() -
     assert made.finished["small", 0] is FinishReason.LENGTH
 
 
-def test_whatever_is_computed_meanwhile_begins_the_wait_anew() -> None:
+def test_whatever_is_computed_meanwhile_begins_the_wait_again() -> None:
     made = idle(16)
-    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
+    lender = PeerExport(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
     lent = made.table.frames.lend(1, 10)
     made.table.lent_overdue = True
     seq = made.submit("grows", [0] * 4, 12).sequences[0]
@@ -189,14 +196,14 @@ def test_of_several_sizes_whole_slabs_are_lent_and_asked_back() -> None:
 
 def test_frames_that_a_stopped_borrower_keeps_after_its_node_died_are_waited_for_as_long_as_others() -> None:
     made = idle(64)
-    lender = Lender(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
+    lender = PeerExport(made.scheduler, NoLink(), 1.0)  # type: ignore[arg-type]
     lifeline, borrowers = os.pipe()
     os.set_blocking(lifeline, False)
     lender.came(lifeline)
     lent = made.table.frames.lend(1, 32)
     lender.went()
     lender.expire(100.0)
-    assert not made.table.lent_overdue  # nobody waits for them
+    assert not made.table.lent_overdue  # nothing waits for them
 
     assert made.table.wait_for_lent()
     for now in (200.0, 200.0 + PATIENCE_S / 2):

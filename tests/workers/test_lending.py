@@ -120,10 +120,10 @@ def test_a_lender_that_is_killed_costs_its_pages_and_no_token(tiny_llama: Path, 
             assert [borrower.result(name).tokens for name in running] == expected + expected
             until(lambda: not l2(service).capacity_bytes, "the node hears that the lender is gone")
             assert l2(service).pages == 0
-            until(lambda: not borrower.worker._pager._borrower._arenas, "the borrower lets its arena go")
+            until(lambda: not borrower.worker._pager._peer_import._arenas, "the borrower lets its arena go")
 
 
-def test_without_a_node_lent_frames_come_home_once_nobody_can_write_into_them(
+def test_without_a_node_lent_frames_come_home_once_nothing_can_write_into_them(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     """A borrower that the dead node can't speak for any more may still be copying into them."""
@@ -189,7 +189,7 @@ def test_after_a_nodes_restart_workers_lend_and_borrow_again(tiny_llama: Path, t
             expected = fill(service, borrower, asked)
             assert l2(service).pages > 0
         with caching(tmp_path) as service:
-            until(lambda: l2(service).capacity_bytes == 48 * 8192, "all frames are lent anew")
+            until(lambda: l2(service).capacity_bytes == 48 * 8192, "all frames are lent again")
             until(lambda: borrower.worker.is_connected, "the borrower is back")
 
             assert fill(service, borrower, asked) == expected
@@ -199,7 +199,7 @@ def test_after_a_nodes_restart_workers_lend_and_borrow_again(tiny_llama: Path, t
             lender.worker.stop()
 
 
-def test_a_borrower_that_keeps_what_is_recalled_stops_nobody(
+def test_a_borrower_that_keeps_what_is_recalled_stops_nothing(
     tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = prompts(4, pages=12, seed=3)

@@ -30,7 +30,7 @@ def both_ways(worker: DecodeWorker) -> tuple[list[PageInfo], list[PageInfo]]:
     """All pages as they are listed, and by their keys, with no step of a request in between."""
 
     def ask() -> tuple[list[PageInfo], list[PageInfo]]:
-        level1 = worker._level1
+        level1 = worker._l1_admin
         listed = level1.pages(None, ALL)
         return listed, level1.pages_of([bytes.fromhex(page.key) for page in reversed(listed)])
 
@@ -75,7 +75,7 @@ def test_a_step_loop_says_which_keys_it_holds(roomy: Slowed) -> None:
         assert [page.key for page in client.worker.pages_of(asked)] == [keys[2].hex(), keys[0].hex()]
 
 
-def test_all_pages_are_evicted_that_nobody_pinned_or_uses(roomy: Slowed) -> None:
+def test_all_pages_are_evicted_that_nothing_pinned_or_uses(roomy: Slowed) -> None:
     with serving(roomy) as client:
         client.generate(prompt(70))
         client.generate(prompt(70, seed=1), window=64)
@@ -91,7 +91,7 @@ def test_all_pages_are_evicted_that_nobody_pinned_or_uses(roomy: Slowed) -> None
 def test_the_step_loop_turns_between_parts_of_what_is_asked_of_all_pages(
     roomy: Slowed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that checks all of a large L1 in one turn is killed, since it stands still."""
+    """A loop that checks all of a large L1 in one turn is killed, since it is stalled."""
     with serving(roomy) as client:
         worker = client.worker
         client.generate(prompt(70))
@@ -99,15 +99,15 @@ def test_the_step_loop_turns_between_parts_of_what_is_asked_of_all_pages(
         keys = {bytes.fromhex(page.key) for page in worker.pages()}
         monkeypatch.setattr(worker, "_part_pages", 3)
         turns: list[float] = []
-        monkeypatch.setattr(worker._pulse, "turned", lambda: turns.append(0.0))
+        monkeypatch.setattr(worker._heartbeat, "turned", lambda: turns.append(0.0))
         in_turn: list[int] = []
-        here = worker._level1.here
+        here = worker._l1_admin.here
 
         def part(some: list[bytes]) -> list[bytes]:
             in_turn.append(len(turns))
             return here(some)
 
-        monkeypatch.setattr(worker._level1, "here", part)
+        monkeypatch.setattr(worker._l1_admin, "here", part)
 
         verified, evicted = worker.verify(), worker.evict(None)
         client.generate(prompt(70))

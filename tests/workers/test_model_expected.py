@@ -232,7 +232,7 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path: Path, c
 def test_the_other_process_ends_with_this_one(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     fifo = tmp_path / "config.json"
-    os.mkfifo(fifo)  # it waits for the model's config for as long as nobody writes it
+    os.mkfifo(fifo)  # it waits for the model's config for as long as nothing writes it
     child: Any = subprocess.Popen(
         [
             sys.executable,

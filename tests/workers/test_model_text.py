@@ -156,7 +156,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(byte_text: Text) -> None
     thread = threading.Thread(target=other)
     thread.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # nobody takes the lock from the encoding thread: it must give it away
+    sys.setswitchinterval(60)  # nothing takes the lock from the encoding thread: it must give it away
     try:
         go.set()
         byte_text.encode("ab " * 200_000)

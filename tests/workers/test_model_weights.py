@@ -364,7 +364,7 @@ def test_a_quantized_checkpoint_gives_the_tokens_of_the_numbers_that_it_stands_f
 
 @pytest.mark.parametrize("kind", SEEN_KINDS)
 def test_gpt_oss_in_mxfp4_gives_what_transformers_makes_of_it(tmp_path: Path, kind: Kind) -> None:
-    """As its makers publish it, and nobody else does."""
+    """As its makers publish it, and nothing else does."""
     folder = tiny_models.make_tiny_gpt_oss(tmp_path)
     numbers = torch.Generator().manual_seed(0)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from l1_worlds import INT4C, INT8, RAW, drive, workload
-from scheduler_kit import Machine, tenancy_of
+from scheduler_kit import Machine, namespace_of
 
 from kvtier.tier.pages.page import PageFormat
 from kvtier.tier.pages.recipe import ChainNeeds, Recipe, Window
 from kvtier.workers.paging.frames import SaveState
 from kvtier.workers.requests.api import FinishReason
-from kvtier.workers.requests.sequence import Tenancy
+from kvtier.workers.requests.sequence import Namespace
 
 
 @settings(max_examples=100, deadline=None)
@@ -29,10 +29,10 @@ def test_whatever_people_do_meanwhile_no_frame_is_lost(seed: int) -> None:
     drive(workload(Random(seed)), meddle=True)
 
 
-def machine(needs: ChainNeeds, capacity: int = 400, **changes: float) -> tuple[Machine, Tenancy]:
+def machine(needs: ChainNeeds, capacity: int = 400, **changes: float) -> tuple[Machine, Namespace]:
     shape = {"page_tokens": 4, "max_batch_tokens": 16, "max_sequences": 4, **changes}
     sizes = {needs.recipe.write: 4, INT4C: 1}
-    return Machine(capacity, rng=Random(0), pages=(sizes,), **shape), tenancy_of("kind", (needs,))  # type: ignore[arg-type]
+    return Machine(capacity, rng=Random(0), pages=(sizes,), **shape), namespace_of("kind", (needs,))  # type: ignore[arg-type]
 
 
 STREAM = ChainNeeds(Recipe(RAW), Window(8, 2))
@@ -41,7 +41,7 @@ DECAY = ChainNeeds(Recipe(INT8, INT4C, 4, 4, stride_tokens=8))
 
 def test_a_stream_holds_its_sinks_and_its_window_however_long_it_gets() -> None:
     made, kind = machine(STREAM, has_node=False)
-    made.submit("a", [1] * 40, 300, tenancy=kind)
+    made.submit("a", [1] * 40, 300, namespace=kind)
 
     made.run()
 
@@ -54,7 +54,7 @@ def test_a_stream_holds_its_sinks_and_its_window_however_long_it_gets() -> None:
 def test_twenty_thousand_tokens_of_a_stream_cost_the_same_at_each_step() -> None:
     """Pages, and Python objects beside keys and tokens, that a late step touches are those of an early one."""
     made, kind = machine(STREAM, has_node=False)
-    seq = made.submit("a", [1] * 8, 20_000, tenancy=kind).sequences[0]
+    seq = made.submit("a", [1] * 8, 20_000, namespace=kind).sequences[0]
     lookups = []
     for _ in range(20_000):
         step = made.scheduler.schedule(made.now, can_load=False, free_slots={})
@@ -76,7 +76,7 @@ def test_twenty_thousand_tokens_of_a_stream_cost_the_same_at_each_step() -> None
 
 def test_pages_that_left_a_stream_stay_until_they_are_saved() -> None:
     made, kind = machine(STREAM, has_node=True, slots=0)
-    made.submit("a", [1] * 40, 1, tenancy=kind)
+    made.submit("a", [1] * 40, 1, namespace=kind)
     made.run()
     left = [record for record, is_held in made.table.cached() if record.leaves]
     assert left and all(record.is_spent and not made.table.frames.is_held(record.frame) for record in left)
@@ -89,9 +89,9 @@ def test_pages_that_left_a_stream_stay_until_they_are_saved() -> None:
 
 def test_what_a_request_with_the_same_prompt_starts_from_stays_in_l1() -> None:
     made, kind = machine(STREAM, has_node=False)
-    made.submit("a", [1] * 30, 60, tenancy=kind)
+    made.submit("a", [1] * 30, 60, namespace=kind)
     made.run()
-    again = made.submit("b", [1] * 30, 1, tenancy=kind)
+    again = made.submit("b", [1] * 30, 1, namespace=kind)
 
     made.run()
 
@@ -103,9 +103,9 @@ def test_what_a_request_with_the_same_prompt_starts_from_stays_in_l1() -> None:
 def test_a_stream_goes_on_from_where_an_earlier_one_ended() -> None:
     for length in range(30, 38):
         made, kind = machine(STREAM, has_node=False)
-        made.submit("a", [1] * 30, length - 29, tenancy=kind)
+        made.submit("a", [1] * 30, length - 29, namespace=kind)
         made.run()
-        turn = made.submit("b", [1] * 30 + made.outputs["a", 0] + [2] * 9, 1, tenancy=kind)
+        turn = made.submit("b", [1] * 30 + made.outputs["a", 0] + [2] * 9, 1, namespace=kind)
 
         made.run()
 
@@ -115,7 +115,7 @@ def test_a_stream_goes_on_from_where_an_earlier_one_ended() -> None:
 
 def test_pages_are_converted_once_and_only_when_the_recipe_says() -> None:
     made, kind = machine(DECAY, has_node=False)
-    made.submit("a", [1] * 40, 9, tenancy=kind)
+    made.submit("a", [1] * 40, 9, namespace=kind)
     made.run()
 
     pages = (47 // 8 * 8 - 4) // 4 - 1  # up to `recent` before the last boundary, without the sinks' page
@@ -124,7 +124,7 @@ def test_pages_are_converted_once_and_only_when_the_recipe_says() -> None:
     assert {record.depth for record in converted} == set(range(1, 1 + pages))
     assert all(record.made_from == "int8" and record.format is INT4C for record in converted)
 
-    made.submit("b", [1] * 40, 9, tenancy=kind)
+    made.submit("b", [1] * 40, 9, namespace=kind)
     made.run()
 
     assert made.table.converted_pages == pages
@@ -139,8 +139,8 @@ def formats_by_depth(made: Machine) -> dict[int, set[PageFormat]]:
 
 def test_a_page_that_was_converted_leaves_with_its_last_holder() -> None:
     made, kind = machine(DECAY, max_batch_tokens=64, has_node=False)
-    made.submit("a", [1] * 47, 30, tenancy=kind)
-    made.submit("b", [1] * 47 + [2], 1, tenancy=kind)
+    made.submit("a", [1] * 47, 30, namespace=kind)
+    made.submit("b", [1] * 47 + [2], 1, namespace=kind)
 
     made.run()
 
@@ -154,7 +154,7 @@ def test_a_page_that_was_converted_leaves_with_its_last_holder() -> None:
 
 def test_a_page_that_was_converted_stays_until_it_is_saved() -> None:
     made, kind = machine(DECAY, has_node=True, slots=0)
-    made.submit("a", [1] * 47, 30, tenancy=kind)
+    made.submit("a", [1] * 47, 30, namespace=kind)
     made.run()
     spent = [record for record, _ in made.table.cached() if record.is_spent]
     assert {record.depth for record in spent} == set(range(1, (75 // 8 * 8 - 4) // 4))
@@ -168,11 +168,11 @@ def test_a_page_that_was_converted_stays_until_it_is_saved() -> None:
 
 def test_of_a_streams_pages_beyond_its_prompt_those_it_ends_with_are_saved() -> None:
     made, kind = machine(STREAM, has_node=True)
-    made.submit("a", [1] * 24, 400, tenancy=kind)
+    made.submit("a", [1] * 24, 400, namespace=kind)
     made.run()
     while any(record.save is not SaveState.CLEAN for record, _ in made.table.cached()):
         made.end_saves(1.0)
-    turn = made.submit("b", [1] * 24 + made.outputs["a", 0] + [2] * 9, 1, tenancy=kind)
+    turn = made.submit("b", [1] * 24 + made.outputs["a", 0] + [2] * 9, 1, namespace=kind)
     made.clear(kind)
 
     made.run()
@@ -184,12 +184,12 @@ def test_of_a_streams_pages_beyond_its_prompt_those_it_ends_with_are_saved() -> 
 
 def test_a_page_that_a_prompt_starts_from_is_saved_though_another_stream_put_it_off() -> None:
     made, kind = machine(STREAM, has_node=True, slots=0)
-    first = made.submit("a", [1] * 8, 400, tenancy=kind).sequences[0]
+    first = made.submit("a", [1] * 8, 400, namespace=kind).sequences[0]
     while first.length < 41:
         made.step()
     assert any(record.is_put_off for record, _ in made.table.cached())
 
-    made.submit("b", first.tokens[:41].tolist(), 1, tenancy=kind)
+    made.submit("b", first.tokens[:41].tolist(), 1, namespace=kind)
     made.step()
 
     assert not any(record.is_put_off for record, _ in made.table.cached() if record.depth < 40 // 4)
@@ -197,7 +197,7 @@ def test_a_page_that_a_prompt_starts_from_is_saved_though_another_stream_put_it_
 
 def test_a_page_that_was_converted_goes_before_all_others() -> None:
     made, kind = machine(DECAY, capacity=64, has_node=False)
-    made.submit("a", [1] * 40, 9, tenancy=kind)
+    made.submit("a", [1] * 40, 9, namespace=kind)
     made.run()
     spent = [record for record, _ in made.table.cached() if record.is_spent]
     assert spent and all(record.format is INT8 for record in spent)
@@ -214,10 +214,10 @@ def test_a_sequence_whose_cached_pages_need_more_room_than_it_does_goes_on_witho
     """The same pages under a recipe that lets none decay fill L1; converting them needs room that only they take."""
     late = ChainNeeds(Recipe(INT8, INT4C, 1000, 0, stride_tokens=8))
     made, kind = machine(late, capacity=48, has_node=False)
-    soon = tenancy_of("kind", (DECAY,))
-    made.submit("a", [1] * 48, 1, tenancy=kind)
+    soon = namespace_of("kind", (DECAY,))
+    made.submit("a", [1] * 48, 1, namespace=kind)
     made.run()
-    again = made.submit("b", [1] * 48, 1, tenancy=soon)
+    again = made.submit("b", [1] * 48, 1, namespace=soon)
 
     made.run()
 
@@ -263,8 +263,8 @@ def test_a_size_that_starves_gets_a_slab_whose_pages_move_and_nothing_is_evicted
 def test_a_lossy_request_takes_the_lossy_page_and_an_exact_one_never_does() -> None:
     made, exact = machine(ChainNeeds(Recipe(RAW)))
     needs = (ChainNeeds(Recipe(RAW), any_variant=True),)
-    lossy = tenancy_of("lossy", needs, exact, INT4C)
-    made.submit("a", [1] * 17, 1, tenancy=exact)
+    lossy = namespace_of("lossy", needs, exact, INT4C)
+    made.submit("a", [1] * 17, 1, namespace=exact)
     made.run()
     while len(made.node) < 4:
         made.end_saves(1.0)
@@ -274,9 +274,9 @@ def test_a_lossy_request_takes_the_lossy_page_and_an_exact_one_never_does() -> N
         made.node[key, INT4C] = page
     made.clear(exact)
 
-    taken = made.submit("b", [1] * 17, 1, tenancy=lossy)
+    taken = made.submit("b", [1] * 17, 1, namespace=lossy)
     made.run()
-    other = made.submit("c", [1] * 17, 1, tenancy=exact)
+    other = made.submit("c", [1] * 17, 1, namespace=exact)
     made.run()
 
     assert other.usage is not None and taken.usage is not None
@@ -287,14 +287,14 @@ def test_a_lossy_request_takes_the_lossy_page_and_an_exact_one_never_does() -> N
 
 def test_a_hybrid_loads_no_page_that_left_its_window() -> None:
     needs = (ChainNeeds(Recipe(RAW)), ChainNeeds(Recipe(RAW), Window(8)))
-    kind = tenancy_of("hybrid", needs)
+    kind = namespace_of("hybrid", needs)
     made = Machine(400, 4, 16, 4, Random(0), slots=100, pages=({RAW: 4}, {RAW: 2}))
-    made.submit("a", [1] * 41, 1, tenancy=kind)
+    made.submit("a", [1] * 41, 1, namespace=kind)
     made.run()
     while len(made.node) < 20:
         made.end_saves(1.0)
     made.clear(kind)
-    again = made.submit("b", [1] * 41, 1, tenancy=kind)
+    again = made.submit("b", [1] * 41, 1, namespace=kind)
 
     made.run()
 
@@ -305,7 +305,7 @@ def test_a_hybrid_loads_no_page_that_left_its_window() -> None:
 
 def test_fill_counts_cached_and_own_pages() -> None:
     made, kind = machine(STREAM, has_node=False)
-    made.submit("a", [1] * 14, 4, tenancy=kind)
+    made.submit("a", [1] * 14, 4, namespace=kind)
     made.step()
 
     pages, tokens = made.table.fill(made.scheduler.active)
@@ -325,13 +325,13 @@ def test_a_request_that_fits_only_as_a_stream_is_taken_as_one() -> None:
 
 def test_a_pinned_page_keeps_those_before_it() -> None:
     made, kind = machine(STREAM, capacity=60, has_node=False)
-    made.submit("a", [1] * 12, 1, tenancy=kind)
+    made.submit("a", [1] * 12, 1, namespace=kind)
     made.run()
     pages = sorted((record for record, _ in made.table.cached()), key=lambda record: record.depth)
     assert made.table.pin(pages[-1].key) is True
     assert made.table.is_pinned(pages[0].key)
 
-    made.submit("b", [2] * 36, 1, use_cache=True, tenancy=kind)
+    made.submit("b", [2] * 36, 1, use_cache=True, namespace=kind)
     made.run()
 
     assert all(made.table.is_cached(record) for record in pages)

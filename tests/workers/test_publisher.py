@@ -1,4 +1,4 @@
-"""The publisher's thread: what it does when nobody answers, and that the owner of the pages never waits for it."""
+"""The publisher's thread: what it does when nothing answers, and that the owner of the pages never waits for it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_was_there_and_what_changes_is_told() -> None:
         until(node.is_known, "the change is told")
 
         node.directory = DirectoryCore()  # it starts again
-        until(node.is_known, "all is told anew")
+        until(node.is_known, "all is told again")
     assert node.publisher.outages == 0
 
 
@@ -159,7 +159,7 @@ def test_the_owner_does_not_wait_while_the_directory_is_silent() -> None:
     node, entered, is_over = mute()
     with running(node):
         assert entered.wait(120)
-        for number in range(100):  # returns, though nobody takes them
+        for number in range(100):  # returns, though nothing takes them
             node.change({number})
         is_over.set()
         until(node.is_known, "all of it is told afterwards")
@@ -202,7 +202,7 @@ def test_after_close_nothing_is_sent() -> None:
 
 def test_changes_go_to_the_publisher_that_was_connected_last() -> None:
     first, second, outlet = Node(), Node(), Outlet()
-    outlet(L3, [key(1)], [])  # nobody hears it
+    outlet(L3, [key(1)], [])  # nothing hears it
     outlet.connect(first.publisher)
     until(first.is_known, "the first one is told")
     second.pages = {7}

@@ -81,8 +81,8 @@ def test_what_is_set_aside_leaves_before_all_others_unless_it_is_used() -> None:
     for row in rows:
         leaves.add(row)
 
-    leaves.set_aside(Victim(rows[0], 1), 5)
-    leaves.set_aside(Victim(rows[1], 2), 10)
+    leaves.choose_to_evict(Victim(rows[0], 1), 5)
+    leaves.choose_to_evict(Victim(rows[1], 2), 10)
 
     assert [*leaves.aside()] == [(rows[0], 1), (rows[1], 2)]
     assert leaves.victims(9, 3.0) == [(rows[2], 2)]
@@ -97,10 +97,10 @@ def test_what_is_set_aside_of_a_run_in_part_is_known_until_it_is_used_or_all_of_
     leaves = Leaves(policy.candidates())
     for row in rows:
         leaves.add(row)
-        leaves.set_aside(Victim(row, 1), 5, is_all=False)
+        leaves.choose_to_evict(Victim(row, 1), 5, is_all=False)
 
     assert [*leaves.partly_aside()] == [(rows[0], 1), (rows[1], 1)]
-    leaves.set_aside(Victim(rows[0], 3), 15, is_all=True)
+    leaves.choose_to_evict(Victim(rows[0], 3), 15, is_all=True)
     assert [*leaves.partly_aside()] == [(rows[1], 1)]
     leaves.discard(rows[1])
     assert [*leaves.partly_aside()] == []
@@ -109,14 +109,14 @@ def test_what_is_set_aside_of_a_run_in_part_is_known_until_it_is_used_or_all_of_
 
 def test_a_margin_takes_what_the_policy_values_least_and_more_of_a_run_where_nothing_else_is_left() -> None:
     cache = PageCache(8, 1, 1, ({RAW: 1},))
-    cache.margin_bytes = 3
+    cache.watermark_bytes = 3
     cache.can_save = True
     pages = [fill(cache, i, TENANTS[2], float(i)) for i in range(8)]
 
-    chosen = cache.set_aside(8.0)
+    chosen = cache.choose_to_evict(8.0)
 
     assert chosen == pages[:3]
-    assert cache.set_aside(9.0) == []
+    assert cache.choose_to_evict(9.0) == []
     assert pages[1] is not None and pages[0] is not None
     pages[1].save = SaveState.CLEAN
     assert len(cache.take(0, RAW, 1, 10.0)) == 1
@@ -127,45 +127,45 @@ def test_a_margin_takes_what_the_policy_values_least_and_more_of_a_run_where_not
 
 def test_of_a_tenant_over_its_share_pages_are_set_aside_whatever_is_of_others() -> None:
     cache = PageCache(CAPACITY, 1, 1, ({RAW: 1},), shares={TENANTS[0]: 0.2})
-    cache.margin_bytes = 3
+    cache.watermark_bytes = 3
     cache.can_save = True
     others = [fill(cache, i, TENANTS[2], float(i)) for i in range(9)]
     own = [fill(cache, 10 + i, TENANTS[0], 10.0 + i) for i in range(2)]
-    assert cache.set_aside(12.0) == others[1:4]
+    assert cache.choose_to_evict(12.0) == others[1:4]
 
     own.append(fill(cache, 12, TENANTS[0], 12.0))
 
-    assert cache.set_aside(13.0) == own
-    assert cache.set_aside(13.0) == []
+    assert cache.choose_to_evict(13.0) == own
+    assert cache.choose_to_evict(13.0) == []
 
 
 def test_a_large_margin_is_made_whole_many_pages_at_once() -> None:
     cache = PageCache(64, 1, 1, ({RAW: 1},))
-    cache.margin_bytes = 32
+    cache.watermark_bytes = 32
     cache.can_save = True
     for i in range(36):
         fill(cache, i, TENANTS[2], float(i))
-    assert not cache.is_margin_short
+    assert not cache.is_below_watermark
     fill(cache, 36, TENANTS[2], 36.0)
 
-    assert cache.is_margin_short
-    assert len(cache.set_aside(37.0)) == 5
-    assert not cache.is_margin_short
+    assert cache.is_below_watermark
+    assert len(cache.choose_to_evict(37.0)) == 5
+    assert not cache.is_below_watermark
 
 
-def test_where_copies_below_are_lost_pages_that_were_set_aside_are_chosen_anew() -> None:
+def test_where_copies_below_are_lost_pages_that_were_set_aside_are_chosen_again() -> None:
     cache = PageCache(8, 1, 1, ({RAW: 1},))
-    cache.margin_bytes = 3
+    cache.watermark_bytes = 3
     cache.can_save = True
     pages = [fill(cache, i, TENANTS[2], float(i)) for i in range(8)]
-    chosen = cache.set_aside(8.0)
+    chosen = cache.choose_to_evict(8.0)
     for page in chosen:
         page.save = SaveState.CLEAN
-    assert cache.set_aside(9.0) == []
+    assert cache.choose_to_evict(9.0) == []
 
     cache.node_came(can_save=True)
 
-    assert cache.set_aside(10.0) == chosen == pages[:3]
+    assert cache.choose_to_evict(10.0) == chosen == pages[:3]
 
 
 def test_evicted_pages_are_remembered_up_to_a_bound_and_come_back_with_their_rows() -> None:
@@ -174,7 +174,7 @@ def test_evicted_pages_are_remembered_up_to_a_bound_and_come_back_with_their_row
     rows = [policy.add(1, i, 1, 1, 0.0) for i in range(3)]
     policy.release(rows, [0, 0, 0], Use(0, 0), 1.0)
     for i, row in enumerate(rows):
-        ghosts.bury(key(i), Ghost(row, 4, 2.0, 1.0))
+        ghosts.push(key(i), Ghost(row, 4, 2.0, 1.0))
 
     assert (len(ghosts), key(0) in ghosts) == (2, False)
     assert [*policy.in_use] == rows[1:]
@@ -190,13 +190,13 @@ def test_evicted_pages_are_remembered_up_to_a_bound_and_come_back_with_their_row
     assert all(policy.in_use.values())
 
 
-def test_a_page_that_comes_back_in_another_size_begins_anew() -> None:
+def test_a_page_that_comes_back_in_another_size_begins_again() -> None:
     policy = Strict()
     ghosts = Ghosts(policy, 2)
     row = policy.add(1, 0, 1, 1, 0.0)
-    ghosts.bury(key(0), Ghost(row, 4, 2.0, 1.0, in_use=True))
+    ghosts.push(key(0), Ghost(row, 4, 2.0, 1.0, in_use=True))
 
-    assert ghosts.revive(key(0), 2, 3.0) is None
+    assert ghosts.pop(key(0), 2, 3.0) is None
     assert len(ghosts) == 0 and not policy.in_use
 
 

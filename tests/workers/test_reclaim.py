@@ -79,7 +79,7 @@ def test_frames_that_are_read_stay_until_the_read_ends_and_all_others_come_at_on
         assert left and left < lent, "what is read stays, all else came home"
         may_end.set()
         assert [borrower.result(name).tokens for name in running] == expected
-        until(lambda: not lender.worker._pager._lender.is_waiting, "all that was asked for is back")
+        until(lambda: not lender.worker._pager._peer_export.is_waiting, "all that was asked for is back")
         assert borrower.worker.stats().tiers[TierName.PEER].hit_tokens > 0
         assert l2(service).corrupt_pages == 0
         lender.worker.check()

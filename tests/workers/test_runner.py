@@ -302,7 +302,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_hub_id_without_a_network_says_the_way_out(tmp_path: Path) -> None:
     """The tests run with the hub offline."""
     with pytest.raises(FileNotFoundError, match="give a folder or a .gguf file as model.path"):
-        resolve_model("nobody/no-such-model", tmp_path)
+        resolve_model("nothing/no-such-model", tmp_path)
 
 
 def test_a_step_of_more_rows_than_promised_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

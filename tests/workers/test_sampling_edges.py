@@ -1,4 +1,4 @@
-"""A real worker with every sampling field at its edges, several requests beside each other: nobody hurts anybody."""
+"""A real worker with every sampling field at its edges, several requests beside each other: nothing hurts anything."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_another_node_gets_what_only_l1_has_and_gives_the_same_tokens(nodes: Nod
     assert nodes.writer.generate(PROMPT).cached == {"L1": 6 * PAGE_TOKENS}
 
 
-def test_pages_that_were_saved_once_and_left_the_node_are_saved_anew(nodes: Nodes) -> None:
+def test_pages_that_were_saved_once_and_left_the_node_are_saved_again(nodes: Nodes) -> None:
     cold = nodes.writer.generate(PROMPT)
     nodes.ask("first")
     settle(nodes.reader.worker, nodes.here)

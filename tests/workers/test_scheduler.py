@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_kit import PLAIN, TENANT, Machine, expected, tenancy_of
+from scheduler_kit import PLAIN, TENANT, Machine, expected, namespace_of
 
 from kvtier.tier.pages.page import PageKey
 from kvtier.tier.policy.base import ScoreWeights
@@ -95,7 +95,7 @@ def test_cancelling_at_any_moment_leaks_no_page(
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_the_weights_nobody_is_preempted_again_and_again_for_younger_ones(seed: int) -> None:
+def test_whatever_the_weights_nothing_is_preempted_again_and_again_for_younger_ones(seed: int) -> None:
     """The machine checks at each step who is preempted and who goes first."""
     rng = Random(seed)
     capacity, page_tokens = rng.randint(6, 30), rng.choice([1, 1, 2])
@@ -336,9 +336,9 @@ def test_half_of_l1_can_be_pinned_and_no_page_more() -> None:
 
 def test_clearing_a_tree_undoes_its_pins_and_no_others() -> None:
     made = machine(has_node=False)
-    other = tenancy_of("other", PLAIN)
-    cleared = made.submit("a", [1] * 9, 1).tenancy.tree
-    made.submit("b", [1] * 9, 1, tenancy=other)
+    other = namespace_of("other", PLAIN)
+    cleared = made.submit("a", [1] * 9, 1).namespace.tree
+    made.submit("b", [1] * 9, 1, namespace=other)
     made.run()
     records = [record for record, _ in made.table.cached()]
     for record in records:
@@ -356,7 +356,7 @@ def test_a_cleared_tree_is_not_found_and_goes_with_its_last_holder() -> None:
     made = machine(has_node=False)
     made.submit("a", [1] * 8, 20)
     made.step()
-    tree = made.requests[0].tenancy.tree
+    tree = made.requests[0].namespace.tree
     gone, held = made.table.clear(tree, made.now)
     assert (gone, held) == (0, 2)
     assert not any(made.table.has(key) for key in keys(made))

@@ -135,7 +135,7 @@ def test_the_kind_says_why_it_stopped_and_the_session_which_turn_it_was(
         ask(client, "turn", prompt(40), stop_ids=(stop,), session=7, session_open=True)
         ask(client, "tool", prompt(40), stop_ids=(stop,), tool_stop_ids=(stop,), session=7)
         ask(client, "told", prompt(40), session=7, turn=9, session_closed=True)
-        ask(client, "anew", prompt(40), session=7)
+        ask(client, "again", prompt(40), session=7)
         until(lambda: len(finished(heard)) == 5, "the node hears of all")
 
     told = {m.request_id: (m.kind, m.session, m.turn, m.open, m.closed) for m in finished(heard)}
@@ -144,7 +144,7 @@ def test_the_kind_says_why_it_stopped_and_the_session_which_turn_it_was(
         "turn": (Kind.TURN, 7, 1, True, False),
         "tool": (Kind.TOOL, 7, 2, False, False),
         "told": (Kind.OTHER, 7, 9, False, True),
-        "anew": (Kind.OTHER, 7, 1, False, False),
+        "again": (Kind.OTHER, 7, 1, False, False),
     }
 
 
@@ -201,7 +201,7 @@ def test_siblings_are_one_request_and_one_cancelled_in_the_queue_is_none(
 
 @pytest.mark.parametrize("name", ["lru", "rvi"])
 def test_a_closed_sessions_own_pages_leave_first_and_shared_ones_stay(tiny_llama: Path, name: str) -> None:
-    """L1 holds 12 pages. Two are everybody's; the session that is over leaves its own, though it was used last."""
+    """L1 holds 12 pages. Two are all tenants'; the session that is over leaves its own, though it was used last."""
     system = prompt(2 * PAGE_TOKENS)
     settings = PolicySettings(name, guard=False, draw=512)
     with serving(tiny_runner(tiny_llama, 12), policy=settings) as client:

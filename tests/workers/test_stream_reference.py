@@ -1,4 +1,4 @@
-"""Endless streams: the second rotated query gives what turning every cached key anew for each row would give."""
+"""Endless streams: the second rotated query gives what turning every cached key again for each row would give."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def expected(folders: dict[str, Path]) -> Callable[[str], torch.Tensor]:
 @pytest.mark.parametrize("forward", ["lean", "transformers"])
 @pytest.mark.parametrize("kind", SEEN_KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stream_equals_turning_all_keys_anew_for_each_row(
+def test_a_stream_equals_turning_all_keys_again_for_each_row(
     folders: dict[str, Path],
     expected: Callable[[str], torch.Tensor],
     name: str,

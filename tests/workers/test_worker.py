@@ -579,7 +579,7 @@ def test_timings_cover_the_whole_request(roomy: Slowed) -> None:
     ("request_", "message"),
     [
         (EngineRequest("r", "default", (), SamplingParams()), "the prompt is empty"),
-        (EngineRequest("r", "nobody", (1,), SamplingParams()), "unknown tenant 'nobody'"),
+        (EngineRequest("r", "nothing", (1,), SamplingParams()), "unknown tenant 'nothing'"),
         (
             EngineRequest("r", "default", (1, 512), SamplingParams()),
             "token 512 is not in the vocabulary of 512",
@@ -716,7 +716,7 @@ def test_explain_without_a_node_tells_what_l1_evicted(tiny_llama: Path) -> None:
         name = client.send(prompt(100))
         client.result(name)
         told = client.worker.explain(name)
-        assert client.worker.explain("nobody") is None
+        assert client.worker.explain("nothing") is None
 
     assert told is not None
     assert told.notes[0].reason == "evicted"

@@ -1,4 +1,4 @@
-"""The process of a worker whose step loop has failed: it tells its requests so, and ends, to be started anew."""
+"""The process of a worker whose step loop has failed: it tells its requests so, and ends, to be restarted."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class ArenaShare:
     handle: bytes = b""
 
     def close(self) -> None:
-        """The memfd is sent to nobody any more; who has it keeps it. Idempotent."""
+        """The memfd is sent to nothing any more; who has it keeps it. Idempotent."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -236,7 +236,7 @@ class SlabAllocator:
         return frames
 
     def alloc_slab(self, size: int) -> list[int]:
-        """All places of one slab that nobody uses, for pages of a size; none where there is no such slab."""
+        """All places of one slab that nothing uses, for pages of a size; none where there is no such slab."""
         if not self._free_slabs:
             return []
         self._begin(self._free_slabs.pop(), size)
@@ -251,7 +251,7 @@ class SlabAllocator:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that nobody uses."""
+        """Slabs that nothing uses."""
         return len(self._free_slabs)
 
     def slab_of(self, frame: int) -> int:
@@ -311,7 +311,7 @@ class SlabAllocator:
                 places = range(first, first + self.per_slab(size) * size, size)
                 known = [*self._taken[slab], *self._places[slab]]
                 assert sorted(known) == list(places), f"places of slab {slab}"
-                assert self._taken[slab] or len(self.sizes) == 1, f"slab {slab} serves nobody and isn't free"
+                assert self._taken[slab] or len(self.sizes) == 1, f"slab {slab} serves nothing and isn't free"
         free = {slab for slab, served in enumerate(self._size) if served is None}
         assert free == set(self._free_slabs) and len(free) == len(self._free_slabs), "free slabs"
 

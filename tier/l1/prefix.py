@@ -151,7 +151,7 @@ class PrefixIndex:
     def match(self, root: RootKey, tokens: TokenIds, limit: int | None = None) -> Match:
         """The longest cached prefix of the first `limit` tokens of a prompt (all of them by default).
 
-        Whoever needs the last token computed passes len(tokens) - 1. `partial` is the best of the children that share
+        A caller that needs the last token computed passes len(tokens) - 1. `partial` is the best of the children that share
         the next token, where there are more than PARTIAL_CANDIDATES of them the best of the newest.
         """
         if limit is not None and limit < 0:
@@ -182,7 +182,7 @@ class PrefixIndex:
                     )
 
     def is_in_use(self, path: Path) -> bool:
-        """Somebody has pinned all pages of a path that was just made."""
+        """Something has pinned all pages of a path that was just made."""
         return path.pinned or path._node.pins > 0
 
     def nodes(self) -> Iterator[Node]:
@@ -213,7 +213,7 @@ class PrefixIndex:
         """Let the path's pages go; match again before using the path again.
 
         `use` is what a request leaves behind that is over, None when none has used them. With `only_last` the request
-        goes on elsewhere, on the same pages: only those that nobody else has pinned are released.
+        goes on elsewhere, on the same pages: only those that nothing else has pinned are released.
         """
         assert path.pinned, "path unpinned twice"
         path.pinned = False

@@ -197,13 +197,13 @@ class Coordinator:
             tables.misses.recall(stored_before)
         for _ in self.recover(recovered):
             pass
-        residency.mourn(lost)
+        residency.record_lost(lost)
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; `now` never goes back. Commands are to be carried out in their order."""
         self.tables.now = now
         self._apply(event)
-        self.demotion.pump_sinking()
+        self.demotion.pump_demotions()
         self.demotion.pump_writes()
         self.l3.pump_shares()
         self.l3.pump_emptying()
@@ -215,8 +215,8 @@ class Coordinator:
         return self.out.take_commands()
 
     def _pump_more(self) -> bool:
-        """Whether slots may be had that weren't a moment ago: more pages leave for those that wait, or went."""
-        begun = bool(self.l3.wants or self.in_flight.queue) and self.demotion.pump_sinking()
+        """Free more slots for waiters. Returns True on progress."""
+        begun = bool(self.l3.wants or self.in_flight.queue) and self.demotion.pump_demotions()
         if begun:
             self.demotion.pump_writes()
         return self.l3.pump_shares() or begun
@@ -279,7 +279,7 @@ class Coordinator:
     def _clear_all(self, tenant: bytes | None, number: int) -> list[tuple[bytes, Outcome]]:
         """The last step of a clear: what is on its way here ends with what is here."""
         self.admin.end_clear(tenant, number)
-        self.saves.clear_savings(tenant)
+        self.saves.clear_saves(tenant)
         self.remote.clear_fetches(tenant)
         return self.admin.clear(tenant)
 
@@ -337,7 +337,7 @@ class Coordinator:
         """All goes to L4 from now on, whatever it is worth."""
         self.tables.draining = True
         self.tables.demotes = False
-        self.saves.end_savings(self.in_flight.savings.values(), "load_failed", "the node is about to stop")
+        self.saves.end_saves(self.in_flight.saves.values(), "load_failed", "the node is about to stop")
         self.residency.settle_for_drain()
 
     # ---- what others may ask -----------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ class Lookup:
         return len(self._chains) == 1 and self._chains[0].is_plain and is_exact
 
     def row(self, reach: int) -> list[Page | bool]:
-        """Of a simple chain, page by page: the page that is here, True where L1 has it, False where nobody has.
+        """Of a simple chain, page by page: the page that is here, True where L1 has it, False where nothing has.
 
-        As far as the first that nobody has at or behind page `reach` of the sequence.
+        As far as the first that nothing has at or behind page `reach` of the sequence.
         """
         (known,) = self._chains
         return known.row(reach - self._first)
@@ -202,9 +202,9 @@ class _Known:
         if not self._chain.window_tokens:
             return range(pages - first)
         window = self.needs.window
-        sinks = min(pages, window.sink_pages(page_tokens))
+        goes_to_l4 = min(pages, window.sink_pages(page_tokens))
         low = max(first, window.first_page(position, page_tokens))
-        return joined(range(sinks - first), range(low - first, pages - first))
+        return joined(range(goes_to_l4 - first), range(low - first, pages - first))
 
     def to_bring(
         self, index: int, first: int, position: int, page_tokens: int, resident: bool

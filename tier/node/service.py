@@ -492,7 +492,7 @@ class CacheService:
         try:
             self._recover()
             while not self._is_over():
-                for event in self._server.poll(self._patience_s()):
+                for event in self._server.poll(self._poll_timeout_s()):
                     self._handle(event)
                 while self._inbox:
                     self._take_inbox(self._server)
@@ -583,7 +583,7 @@ class CacheService:
             case ForgetTenant():
                 assert self._mover is not None
                 self._mover.submit(command)
-                self._try_clears_again()  # where nobody waits for a barrier behind it
+                self._try_clears_again()  # where nothing waits for a barrier behind it
             case CatchUp():
                 threading.Thread(
                     target=self._catch_up,
@@ -668,7 +668,7 @@ class CacheService:
             self._handle(Quiesce())
         return self._is_quiescing and self._coordinator.is_written
 
-    def _patience_s(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         if self._coordinator.has_more:
             return 0.0
         times = [at for at in (self._drain_until, self._clear_again_at) if at is not None]

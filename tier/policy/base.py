@@ -1,9 +1,9 @@
 """Which pages leave a tier first: what every policy is asked, what it is told, and LRU. Pure.
 
 A *run* is a stretch of consecutive pages of one chain that were always used together, so one history is kept of it.
-Whoever owns the pages (the prefix index of an L1, the tables of a node, a ghost cache) keeps the chains, and names each
+The owner of the pages (the prefix index of an L1, the tables of a node, a ghost cache) keeps the chains, and names each
 run to the policy by a *row*. The policy knows nothing of chains: its owner puts those runs whose last page may leave
-into a set of candidates, and takes them out while somebody holds them or a page hangs on them.
+into a set of candidates, and takes them out while something holds them or a page hangs on them.
 
 One policy ranks all that one owner has, in however many tiers and sizes: `value` is comparable among its rows.
 """
@@ -205,7 +205,7 @@ class Policy(ABC):
 
     @abstractmethod
     def is_dead(self, row: Row) -> bool:
-        """Whether only a closed session has used the run: nobody will use it again."""
+        """Whether only a closed session has used the run: nothing will use it again."""
 
     @abstractmethod
     def describe(self, row: Row, now: float) -> str:
@@ -214,7 +214,7 @@ class Policy(ABC):
 
 SHARED = -1  # session of a run that several have used, or one that isn't known
 SLACK = 64  # stale entries of a heap that are not worth its rebuilding
-GONE = float("-inf")  # last use of what nobody will use again
+GONE = float("-inf")  # last use of what nothing will use again
 
 
 @dataclass(slots=True)

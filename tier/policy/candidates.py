@@ -24,7 +24,7 @@ ABSENT = -1
 
 
 class Scores(Protocol):
-    """Whoever knows the runs."""
+    """What knows the runs."""
 
     def worth(self, rows: npt.NDArray[np.int64], now: float, load_s: float) -> npt.NDArray[np.float64]: ...
 
@@ -47,7 +47,9 @@ class Sampled(Candidates):
         # Arrays, for numpy is slower at one item. Longer members are a new array: views of the old may be in use.
         self._members = array("q", [ABSENT]) * 256
         self._place = array("q", [ABSENT]) * 256  # by row
-        self._dead: dict[Row, None] = {}  # members nobody will use again, as far as is known; the latest last
+        self._dead: dict[
+            Row, None
+        ] = {}  # members nothing will use again, as far as is known; the latest last
 
     def __len__(self) -> int:
         return self._size
@@ -87,7 +89,7 @@ class Sampled(Candidates):
         assert [self._place[row] for row in members] == list(range(self._size))
 
     def died(self, rows: Iterable[Row]) -> None:
-        """Nobody will use these runs again: those of them that are in leave first."""
+        """Nothing will use these runs again: those of them that are in leave first."""
         for row in rows:
             if row in self:
                 self._dead.pop(row, None)

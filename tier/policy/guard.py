@@ -114,7 +114,7 @@ class GuardedSet(Sampled):
 
     def add(self, row: Row) -> None:
         super().add(row)
-        if self._guarded.by_lru:  # whoever begins to go by it clears it first
+        if self._guarded.by_lru:  # it is cleared before it is used
             self.oldest.added(row)
 
     def victims(self, pages: int, now: float) -> list[Victim]:
@@ -124,7 +124,7 @@ class GuardedSet(Sampled):
 def head_weight(pages: int, exponent: float, costs: Costs) -> float:
     """What hitting the first so many pages of a chain saves: the sum of their recompute times to the `exponent`.
 
-    In those of a page at depth 0, so that one measured anew changes nothing. The sum is taken by the midpoint rule,
+    In those of a page at depth 0, so that one measured again changes nothing. The sum is taken by the midpoint rule,
     which is exact at exponents of 0 and 1 and less than a hundredth off in between.
     """
     if not exponent or not costs.page_s:

@@ -1,4 +1,4 @@
-"""Candidates by the time of their last use, found anew a batch at a time. Pure.
+"""Candidates by the time of their last use, found again a batch at a time. Pure.
 
 The order costs nothing until it is asked for: a set that is drawn from at random can answer so when it has to.
 """
@@ -33,7 +33,7 @@ class Oldest:
         self._until = NOTHING
 
     def clear(self) -> None:
-        """Begin anew at the next question: the set wasn't told about what came since."""
+        """Start over at the next question: the set wasn't told about what came since."""
         self._batch, self._added, self._until = [], [], NOTHING
 
     def added(self, row: Row) -> None:

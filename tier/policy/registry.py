@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.tier.policy.base import Lru, Policy, PolicySettings
 from kvtier.tier.policy.guard import Guarded
 from kvtier.tier.policy.rvi.policy import Rvi
-from kvtier.tier.policy.weighted import ThreeTerms
+from kvtier.tier.policy.weighted import WeightedScore
 
 NAMES = ("rvi", "score", "lru")
 
@@ -16,7 +16,7 @@ def make_policy(settings: PolicySettings, capacity_pages: int) -> Policy:
         case "rvi":
             return Guarded(settings, capacity_pages) if settings.guard else Rvi(settings)
         case "score":
-            return ThreeTerms(settings)
+            return WeightedScore(settings)
         case "lru":
             return Lru()
         case other:

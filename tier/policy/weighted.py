@@ -19,7 +19,7 @@ MOST_PAGES = 256.0  # of a request's chain, at which memory is 1
 MOST_TOKENS = 2048.0  # of a request's answer, at which remaining is 1
 
 
-class ThreeTerms(RunTable):
+class WeightedScore(RunTable):
     """What scores lowest leaves first; the last request that used a run tells two of its terms."""
 
     name = "score"

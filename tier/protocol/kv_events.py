@@ -1,4 +1,4 @@
-"""Tells the cluster's directory which pages somebody holds: changes in numbered batches, or all of them anew. Pure.
+"""Tells the cluster's directory which pages something holds: changes in numbered batches, or all of them again. Pure.
 
 The directory may forget everything at any time, and a batch may be lost, come twice or late. Batches are numbered, so it
 notices, and asks for a snapshot: all keys in parts, with the changes meanwhile between them. What the directory believes
@@ -64,13 +64,13 @@ class Batch:
 
 
 class Feed:
-    """Owned by whoever sends its batches. At most `batch_keys` keys go into one.
+    """Owned by the sender of its batches. At most `batch_keys` keys go into one.
 
     When more than `max_pending` would wait, they are forgotten, and a snapshot follows.
 
     It is "lost" until a snapshot is announced: nothing is noted meanwhile. It is then "asked" for until the keys come,
     and "sending" until all its parts are taken. Of what happened to a key before it is sent the last thing counts, so a
-    change may be noted again: a key that came and left is told to have left, even where nobody was told that it came.
+    change may be noted again: a key that came and left is told to have left, even where nothing was told that it came.
     """
 
     def __init__(

@@ -85,9 +85,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     locate and copy pages of any shape, stores into the slots of a Fetch only, and has no payloads of its own.
 
     A worker with `arena_bytes` lends frames to its peers on the node (`Lend`). Two file descriptors ride along: the write
-    end of the arena's lifeline, a pipe that nobody writes into, and its memfd; or the lifeline alone, where `arena_handle`
+    end of the arena's lifeline, a pipe that nothing writes into, and its memfd; or the lifeline alone, where `arena_handle`
     is what another process opens the arena by on a GPU. Who may write into the arena holds its lifeline, so once that is
-    closed the lender knows that nobody can, whatever became of the node.
+    closed the lender knows that nothing can, whatever became of the node.
     """
 
     worker_id: Name
@@ -542,7 +542,7 @@ class RecallFrames(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reclaimed(msgspec.Struct, frozen=True, tag=True):
-    """Answers Reclaim, maybe in parts: nobody reads or writes these frames any more."""
+    """Answers Reclaim, maybe in parts: nothing reads or writes these frames any more."""
 
     offsets: list[Offset]
 
@@ -589,7 +589,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelFetch(msgspec.Struct, frozen=True, tag=True):
-    """To an exchange: nobody waits for a Fetch any more. It is still ended by `Fetched`."""
+    """To an exchange: nothing waits for a Fetch any more. It is still ended by `Fetched`."""
 
     fetch_id: Number
 

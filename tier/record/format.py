@@ -91,18 +91,13 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Record = Header | StatePart | Input | Sum | End
 
 
-def _is_whole(state: Any) -> None:
-    """Nothing of it is missing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What can be recorded: a state machine that `apply(state, event, now)` moves, and whose result it is.
 
     `events` are its inputs by their names, `modules` those whose classes its state is made of, `counters(state)` the
     numbers that users read. `hide(event, alias)` and `hide_commands` replace what must not be in a file (request ids:
-    clients choose them) by aliases; `hide_state` does so in the state. `revive` puts right what of a state that was read
-    from a file can't be in one.
+    clients choose them) by aliases; `hide_state` does so in the state.
     """
 
     name: str
@@ -113,7 +108,6 @@ class Machine:
     hide: Callable[[Any, Alias], Any]
     hide_commands: Callable[[Any, Alias], Any]
     hide_state: Callable[[object, checkpoint.State, Alias], checkpoint.State]
-    revive: Callable[[Any], None] = _is_whole
 
 
 class Alias:

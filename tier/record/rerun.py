@@ -21,7 +21,7 @@ from kvtier.tier.record.format import (
     counters_digest,
 )
 
-# What a broken invariant, or input nobody thought of, raises in a state machine.
+# What a broken invariant, or input nothing thought of, raises in a state machine.
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -92,7 +92,6 @@ class _Run:
             self._state = checkpoint.load(reader.state(), machine.modules)
         except checkpoint.CheckpointError as error:
             raise RecordingError(str(error)) from error
-        machine.revive(self._state)
         self._machine = machine
         self._watch = watch
         self._decoders = _decoders(machine)

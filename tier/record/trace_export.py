@@ -127,7 +127,7 @@ class Collector:
         )
 
     def _end_worker(self, worker: WorkerRef) -> None:
-        """A worker starts anew: what it had not finished it never will."""
+        """A worker restarts: what it had not finished it never will."""
         for name in [name for name in self._open if name[0].worker_id == worker.worker_id]:
             self._requests.append(self._open.pop(name))
 

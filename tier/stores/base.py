@@ -36,7 +36,7 @@ class CatalogueEntry:
 
 
 class SegmentAllocator:
-    """Hands out slots of any size class within a byte budget. Pure; owned by whoever owns the tier.
+    """Hands out slots of any size class within a byte budget. Pure; owned by the owner of the tier.
 
     The budget is cut into segments; a segment serves one slot size at a time and is free again when its last slot is.
     Invariant: used_bytes == sum of the slot sizes handed out <= capacity_bytes.

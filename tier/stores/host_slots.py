@@ -19,7 +19,7 @@ SPARE_SLOTS = 16  # of each size are kept from those who keep slots for long; fe
 class HostSlots:
     """The slots of an L3 of `capacity_bytes`, for pages whose slots take at most `segment_bytes`. Owned by CacheState.
 
-    Slots in stock, held and pinned ones last: nobody knows when they come back. All others come back by themselves.
+    Slots in stock, held and pinned ones last: nothing knows when they come back. All others come back by themselves.
     So a slot of a size can be had, sooner or later, while one of its slots doesn't last or a segment has none that
     does: `available`. `room_to_last` keeps it so for every size.
     """

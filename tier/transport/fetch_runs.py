@@ -153,7 +153,7 @@ class _Fetch:
     stop: Ending | None = None  # why it is being stopped
     blames_peer: bool = False  # for that
     is_probe: bool = False
-    is_void: bool = False  # its node is gone: nobody is told
+    is_void: bool = False  # its node is gone: nothing is told
 
 
 class PeerRuns:
@@ -223,7 +223,7 @@ class PeerRuns:
                 self._ran(self._fetches[event.ref], event)
             case Cancelled():
                 if event.ref in self._fetches:
-                    why = Ending("deadline", "nobody waits for it any more")
+                    why = Ending("deadline", "nothing waits for it any more")
                     self._stop(self._fetches[event.ref], why, blames_peer=False)
             case NodeLost():
                 for fetch in [fetch for fetch in self._fetches.values() if fetch.ref[0] == event.session]:

@@ -60,7 +60,7 @@ class PeerFailed(Exception):
 
 
 class Interrupted(Exception):
-    """Nobody waits any more for what is being fetched."""
+    """Nothing waits any more for what is being fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Call(Protocol):
 
     @property
     def is_interrupted(self) -> bool:
-        """Nobody waits any more."""
+        """Nothing waits any more."""
 
     def on_interrupt(self, interrupt: Callable[[], object]) -> None:
         """What lets a wait end at once: called when the run is interrupted, at once if it is already."""

@@ -27,7 +27,7 @@ class _Leaving:
     keys: deque[PageKey] = field(default_factory=deque)  # of pages that may not be saved yet
 
 
-class Handovers:
+class Handoffs:
     """Requests that have left the scheduler and wait for their pages. Owned by the step loop.
 
     They are bounded by what is cached in L1 and by LIMIT_S.

@@ -1,4 +1,4 @@
-"""Says how long a loop hasn't turned, for whoever must know whether it stands still."""
+"""Heartbeat: seconds since the step loop last iterated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAITS = {("kvtier.workers.parallel.link", "step"), ("kvtier.workers.parallel.lin
 WAITS |= {("kvtier.workers.models.shards.collective", "sum")}
 
 
-class Pulse:
+class Heartbeat:
     """Of one loop, on one thread. The loop calls `turned`, anyone `read`.
 
     A step that makes kernels counts as turning for as long as it makes them, or as its ranks may, as far as that was seen:

@@ -134,7 +134,7 @@ class Publisher:
 
 
 class Outlet:
-    """Where changes go: to a publisher, once there is one. Until then nobody hears of them, and its snapshot has them."""
+    """Where changes go: to a publisher, once there is one. Until then nothing hears of them, and its snapshot has them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # one calls `connect` or `close` at a time

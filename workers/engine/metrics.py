@@ -18,7 +18,7 @@ from kvtier.workers.requests.sequence import Request
 EXPLANATIONS = 1024  # of the latest requests
 
 
-class Accounts:
+class RequestMetrics:
     """Owned by the step loop. `explanations` holds at most EXPLANATIONS, the oldest go first."""
 
     def __init__(self, table: PageTable, worker_id: str, *, has_l2: bool = False) -> None:
@@ -102,7 +102,7 @@ class Accounts:
             self.explanations.popitem(last=False)
 
     def _known(self, request: Request, note: PageNote, now: float) -> PageNote:
-        """The note, with what L1 itself remembers of a page that nobody else knows."""
+        """The note, with what L1 itself remembers of a page that nothing else knows."""
         if not request.spec.use_cache or note.reason not in ("never_stored", "cache_off"):
             return note
         page = note.start // self._table.page_tokens

@@ -42,9 +42,9 @@ _hello_decoder = msgspec.msgpack.Decoder(OutputHello)
 
 
 class OutputSender:
-    """The worker's end. Its step loop alone calls `send`, at least once in pulse.TURN_S.
+    """The worker's end. Its step loop alone calls `send`, at least once in heartbeat.TURN_S.
 
-    `send` waits for nobody, so that a gateway that stands still has no worker stand still with it: what the connection
+    `send` waits for nothing, so that a gateway that is stalled has no worker stall with it: what the connection
     doesn't take goes with the next call.
     """
 

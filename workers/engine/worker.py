@@ -2,7 +2,7 @@
 
 Everything a worker knows belongs to its step loop. Others put events into its inbox: requests and admin calls from
 outside, messages of the node's cache, finished page copies. The loop sleeps when there is nothing to do, and turns once in
-pulse.TURN_S all the same, so that one that stands still is told from one that is idle.
+heartbeat.TURN_S all the same, so that one that is stalled is told from one that is idle.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kvtier.tier.protocol.key_query import HeldKeys
 from kvtier.tier.protocol.messages import Hello, NewRoot, WriteMode
 from kvtier.tier.stats import Snapshot, TierCounters
 from kvtier.tier.stores.base import Outcome, PageInfo
-from kvtier.workers.engine.handoff import Handovers
-from kvtier.workers.engine.heartbeat import TURN_S, Pulse
+from kvtier.workers.engine.handoff import Handoffs
+from kvtier.workers.engine.heartbeat import TURN_S, Heartbeat
 from kvtier.workers.engine.inbox import Inbox
-from kvtier.workers.engine.metrics import Accounts
+from kvtier.workers.engine.metrics import RequestMetrics
 from kvtier.workers.engine.prefill_costs import PrefillCosts
 from kvtier.workers.engine.sampling.prompt_logprobs import PromptLogprobs
 from kvtier.workers.engine.sampling.token_sampler import TokenSampler
-from kvtier.workers.node_io.admin import Level1, Outcomes
+from kvtier.workers.node_io.admin import L1Admin, Outcomes
 from kvtier.workers.node_io.arena_ops import ArenaOps
-from kvtier.workers.node_io.namespaces import Kind, Roots
+from kvtier.workers.node_io.namespaces import Kind, Namespaces
 from kvtier.workers.node_io.node_link import (
     Connected,
     ConnectionLost,
@@ -49,8 +49,8 @@ from kvtier.workers.node_io.node_link import (
     NodeMessage,
 )
 from kvtier.workers.node_io.pager import Pager
-from kvtier.workers.node_io.peer_export import Lender
-from kvtier.workers.node_io.peer_import import Borrower
+from kvtier.workers.node_io.peer_export import PeerExport
+from kvtier.workers.node_io.peer_import import PeerImport
 from kvtier.workers.paging.copier import Copier, Job
 from kvtier.workers.paging.frames import PageRecord, SaveState
 from kvtier.workers.paging.page_table import PageTable
@@ -132,7 +132,7 @@ class DecodeWorker:
 
     `sink` gets one list per step, on the step loop's thread, and must neither block nor raise; an empty one tells that
     the loop turns, where nothing else has for TURN_S. `tenants` maps names to the salts of their keys. Without
-    `socket_path`, or while nobody answers there, L1 is the only tier.
+    `socket_path`, or while nothing answers there, L1 is the only tier.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class DecodeWorker:
         if write == "demote":
             largest = max(spec.nbytes for spec in specs)
             self._table.save_loaded = SaveState.DIRTY
-            self._table.margin_bytes = max(1, min(stock * largest, runner.arena.nbytes // MARGIN_SHARE))
+            self._table.watermark_bytes = max(1, min(stock * largest, runner.arena.nbytes // MARGIN_SHARE))
         elif l2_share:
-            self._table.margin_bytes = max(1, runner.arena.nbytes // L2_MARGIN_PARTS)
+            self._table.watermark_bytes = max(1, runner.arena.nbytes // L2_MARGIN_PARTS)
         self._share = runner.share if l2_share else None
         hello = Hello.of_worker(
             worker_id,
@@ -227,7 +227,7 @@ class DecodeWorker:
             share=self._share,
             follow=copies.follow,
         )
-        self._roots = Roots(runner, tenants, lambda fields: self._link.send(NewRoot(fields)))
+        self._roots = Namespaces(runner, tenants, lambda fields: self._link.send(NewRoot(fields)))
         self._ops = ArenaOps(frames, runner)
         self._copier = Copier(copies, copy_threads, lambda job: self._inbox.put(_Copied(job)))
         self._pager = Pager(
@@ -239,8 +239,8 @@ class DecodeWorker:
             groups=runner.groups,
             l4_format=runner.l4_format,
             memory=runner.arena.numpy() if runner.arena.device.type == "cpu" else None,
-            lender=Lender(self._scheduler, self._link, l2_share),
-            borrower=Borrower(
+            lender=PeerExport(self._scheduler, self._link, l2_share),
+            borrower=PeerImport(
                 self._table,
                 self._link,
                 {spec.digest: spec for spec in specs},
@@ -254,9 +254,9 @@ class DecodeWorker:
         self._part_pages = max(1, min(PART_PAGES, PART_BYTES // max(spec.nbytes for spec in specs)))
         self._incarnation = hello.incarnation
         self._requests: dict[str, Request] = {}
-        self._handovers = Handovers()
-        self._accounts = Accounts(self._table, worker_id, has_l2=l2_share > 0)
-        self._level1 = Level1(
+        self._handoffs = Handoffs()
+        self._request_metrics = RequestMetrics(self._table, worker_id, has_l2=l2_share > 0)
+        self._l1_admin = L1Admin(
             worker_id=worker_id,
             roots=self._roots,
             table=self._table,
@@ -277,12 +277,12 @@ class DecodeWorker:
         self._is_over = False
         self._has_ended = threading.Event()  # the loop has, and its last outputs are sent
         self._waiting = 0  # requests queued, as of the last step
-        # Filled anew at each step, so that a step allocates little.
+        # Filled again at each step, so that a step allocates little.
         self._token_ids = np.zeros(max_batch_tokens, np.int32)
         self._positions = np.zeros(max_batch_tokens, np.int32)
         self._counting = np.arange(max_batch_tokens, dtype=np.int32)
         self._thread = threading.Thread(target=self._run, name=f"step-loop-{worker_id}", daemon=True)
-        self._pulse = Pulse(self._thread)
+        self._heartbeat = Heartbeat(self._thread)
         self._told_s = 0.0  # when the sink was last told anything
 
     # For anyone, from any thread
@@ -312,7 +312,7 @@ class DecodeWorker:
         self._inbox.put(_Cancelled(request_id, is_stopped))
 
     def cancel_all(self) -> None:
-        """End all requests that were submitted before: nobody reads what they give."""
+        """End all requests that were submitted before: nothing reads what they give."""
         self._inbox.put(_CancelledAll())
 
     def info(self) -> WorkerInfo:
@@ -351,9 +351,9 @@ class DecodeWorker:
         """The step loop runs."""
         return self._thread.is_alive() and self.error is None
 
-    def pulse(self) -> float:
+    def heartbeat(self) -> float:
         """Seconds since the step loop last turned; it does while it has nothing to do, and while it makes kernels."""
-        return self._pulse.read()
+        return self._heartbeat.read()
 
     @property
     def is_connected(self) -> bool:
@@ -366,7 +366,7 @@ class DecodeWorker:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Where a request's prompt was found, and why not all of it; None when it isn't remembered."""
-        return self._call(lambda: self._accounts.explanation(request_id))
+        return self._call(lambda: self._request_metrics.explanation(request_id))
 
     def pages(
         self, tenant: str | None = None, tier: TierName | None = None, limit: int = 1000
@@ -374,30 +374,32 @@ class DecodeWorker:
         """At most `limit` cached pages of a tenant (None: of all); none of another tier than L1."""
         if tier not in (None, TierName.HBM):
             return []
-        return self._call(lambda: self._level1.pages(tenant, limit))
+        return self._call(lambda: self._l1_admin.pages(tenant, limit))
 
     def pages_of(self, keys: list[bytes]) -> list[PageInfo]:
         """The pages of these keys in L1, in each format."""
-        return self._call(lambda: self._level1.pages_of(keys))
+        return self._call(lambda: self._l1_admin.pages_of(keys))
 
     def held(self, keys: list[bytes]) -> list[HeldKeys]:
         """Which of these keys L1 has, by format."""
-        return self._call(lambda: self._level1.held(keys))
+        return self._call(lambda: self._l1_admin.held(keys))
 
     def pin(self, keys: list[bytes]) -> Outcomes:
         """Keep pages in L1, and those before them. REJECTED past the bound, half of L1's pages."""
-        return self._in_parts(keys, self._level1.pin)
+        return self._in_parts(keys, self._l1_admin.pin)
 
     def unpin(self, keys: list[bytes]) -> Outcomes:
         """Undo `pin`."""
-        return self._in_parts(keys, self._level1.unpin)
+        return self._in_parts(keys, self._l1_admin.unpin)
 
     def evict(self, keys: list[bytes] | None) -> Outcomes:
         """Drop pages (None: all) from L1, and those behind. REJECTED: it is pinned. DEFERRED: when its users end."""
         if keys is None:
-            return self._on_all(self._level1.evict)
-        here = set(self._call(lambda: self._level1.here(keys)))  # one may go with another, of an earlier part
-        outcomes = self._in_parts(keys, self._level1.evict)
+            return self._on_all(self._l1_admin.evict)
+        here = set(
+            self._call(lambda: self._l1_admin.here(keys))
+        )  # one may go with another, of an earlier part
+        outcomes = self._in_parts(keys, self._l1_admin.evict)
         return [
             (key, Outcome.ACCEPTED if one is Outcome.MISSING and key in here else one)
             for key, one in outcomes
@@ -410,7 +412,7 @@ class DecodeWorker:
         before anything else of the tenant's. 0: it has none. Most go in parts. The last step takes all that is left at that moment, and ends the identity that they have been
         found by.
         """
-        dropped = self._on_all(self._level1.drop, tenant)
+        dropped = self._on_all(self._l1_admin.drop, tenant)
         outcomes: dict[bytes, Outcome] = {
             key: outcome for key, outcome in dropped if outcome is not Outcome.REJECTED
         }
@@ -419,22 +421,24 @@ class DecodeWorker:
 
     def know(self, told: Iterable[tuple[bytes, int]]) -> None:
         """Apply the clears that are told and were missed here."""
-        for tenant, number in self._call(lambda: self._level1.behind(told)):
+        for tenant, number in self._call(lambda: self._l1_admin.behind(told)):
             self.clear(tenant, number)
 
     def verify(self, keys: list[bytes] | None = None) -> Outcomes:
         """Check pages (None: all) against their checksums; a bad one is dropped, and then MISSING."""
         return (
-            self._on_all(self._level1.verify) if keys is None else self._in_parts(keys, self._level1.verify)
+            self._on_all(self._l1_admin.verify)
+            if keys is None
+            else self._in_parts(keys, self._l1_admin.verify)
         )
 
     def _on_all(self, verb: Callable[[list[bytes]], Outcomes], tenant: str | None = None) -> Outcomes:
         """A verb on all pages of a tenant (None: of all); what has left before its turn is left out."""
-        keys = self._call(lambda: self._level1.deepest_first(tenant))
-        return self._in_parts(keys, lambda part: verb(self._level1.here(part)))
+        keys = self._call(lambda: self._l1_admin.deepest_first(tenant))
+        return self._in_parts(keys, lambda part: verb(self._l1_admin.here(part)))
 
     def _in_parts(self, keys: list[bytes], verb: Callable[[list[bytes]], Outcomes]) -> Outcomes:
-        """A verb on these pages, few in one turn of the step loop, which would stand still for too long otherwise."""
+        """A verb on these pages, few in one turn of the step loop, which would stall for too long otherwise."""
         outcomes: Outcomes = []
         for start in range(0, len(keys), self._part_pages):
             outcomes += self._call(partial(verb, keys[start : start + self._part_pages]))
@@ -447,7 +451,7 @@ class DecodeWorker:
     def follow_holds(self, on_holds: Callable[[list[PageKey], list[PageKey]], None] | None) -> None:
         """From now on `on_holds` is told, once a step at most, which pages came to L1 and which left it, by their keys.
 
-        It is called on the step loop, and must neither block nor raise. None: nobody is told.
+        It is called on the step loop, and must neither block nor raise. None: nothing is told.
         """
         self._call(lambda: self._follow(on_holds))
 
@@ -474,17 +478,17 @@ class DecodeWorker:
         busy = False
         try:
             while not self._is_finished():
-                for event in self._inbox.take(0 if busy else self._patience_s()):
+                for event in self._inbox.take(0 if busy else self._poll_timeout_s()):
                     self._handle(event)
-                self._pulse.turned()
+                self._heartbeat.turned()
                 self._pager.expire(time.monotonic())
                 self._give_up_starved(time.monotonic())
                 busy = self._step()
                 self._send_outputs(is_due=True)
                 self._pager.flush(time.monotonic())
                 self._tell_holds()
-                if self._handovers:
-                    self._end_handovers(time.monotonic())
+                if self._handoffs:
+                    self._end_handoffs(time.monotonic())
         except Exception as error:
             log.exception("the step loop failed")
             self._error = f"{type(error).__name__}: {error}"
@@ -493,9 +497,9 @@ class DecodeWorker:
             self._has_ended.set()
             self._close()
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         """How long the loop may sleep when no event comes."""
-        deadlines = (self._pager.next_deadline_s, self._handovers.next_deadline_s, self._stop_at_s)
+        deadlines = (self._pager.next_deadline_s, self._handoffs.next_deadline_s, self._stop_at_s)
         times = [t for t in deadlines if t is not None]
         return min(TURN_S, max(0.001, min(times) - time.monotonic())) if times else TURN_S
 
@@ -629,7 +633,7 @@ class DecodeWorker:
                 np.add(self._counting[:length], start, out=positions[at : at + length])
             pages = tuple(
                 GroupPages(*group.run(-(-end // page_tokens)), needs.window.tokens, needs.window.sinks)
-                for group, needs in zip(seq.groups, seq.request.tenancy.needs, strict=True)
+                for group, needs in zip(seq.groups, seq.request.namespace.needs, strict=True)
             )
             sequences.append(SequenceRows(at, length, end, pages))
             prompt_rows.extend(range(at, at + self._prompt_logprobs.rows(row)))
@@ -720,7 +724,7 @@ class DecodeWorker:
             self._end_request(request, FinishReason.ERROR, now, "the model's output was not a number")
             return
         if is_first:
-            self._accounts.count(request, now)
+            self._request_metrics.count(request, now)
         reason = seq.ends_with(token)
         last = reason is not None
         self._outputs.append(
@@ -737,7 +741,7 @@ class DecodeWorker:
         if reason is not None:
             self._retire(seq, reason, now)
         elif request.spec.is_prefill_only:
-            self._hand_over(seq, now)
+            self._hand_off(seq, now)
 
     def _send_outputs(self, *, is_due: bool = False) -> None:
         """`is_due`: the loop has turned, which is told even if there is nothing else to tell."""
@@ -779,7 +783,7 @@ class DecodeWorker:
                 f"resumed leaves no room behind a prompt of {length} tokens in the context of {longest}"
             )
         self._scheduler.check_fits(length, answer, self._roots.needs_of(kind))
-        if spec.request_id in self._requests or spec.request_id in self._handovers:
+        if spec.request_id in self._requests or spec.request_id in self._handoffs:
             raise ValueError(f"request {spec.request_id!r} is in flight already")
 
     def _accept(self, event: _Submitted) -> None:
@@ -789,17 +793,17 @@ class DecodeWorker:
         if self._stop_at_s is not None:
             self._outputs += _refused(spec, FinishReason.CANCELLED, "the worker is stopping")
             return
-        if spec.request_id in self._requests or spec.request_id in self._handovers:
+        if spec.request_id in self._requests or spec.request_id in self._handoffs:
             self._outputs += _refused(spec, FinishReason.ERROR, "its id is in flight already")
             return
-        for tenant, number in self._level1.behind([(tenant_digest(spec.tenant), spec.cleared)]):
+        for tenant, number in self._l1_admin.behind([(tenant_digest(spec.tenant), spec.cleared)]):
             self._clear(tenant, number)
-        tenancy = self._roots.tenancy(spec.tenant, self._kind(spec))
+        namespace = self._roots.namespace(spec.tenant, self._kind(spec))
         turn = self._turns.count(spec.session, spec.turn, closed=spec.session_closed)
         self._requests[spec.request_id] = self._scheduler.submit(
             spec,
             self._next_number,
-            tenancy,
+            namespace,
             self._longest(spec),
             submitted_s=event.submitted_s,
             wall_s=event.wall_s,
@@ -833,25 +837,25 @@ class DecodeWorker:
         now = time.monotonic()
         if request is not None:
             self._end_request(request, reason, now)
-        self._outputs += self._handovers.end(event.request_id, reason, now)
+        self._outputs += self._handoffs.end(event.request_id, reason, now)
 
     def _cancel_all(self) -> None:
         now = time.monotonic()
         for request in list(self._requests.values()):
             self._end_request(request, FinishReason.CANCELLED, now)
-        self._outputs += self._handovers.end_all(FinishReason.CANCELLED, now)
+        self._outputs += self._handoffs.end_all(FinishReason.CANCELLED, now)
 
-    def _hand_over(self, seq: Sequence, now: float) -> None:
+    def _hand_off(self, seq: Sequence, now: float) -> None:
         """A sequence has given the one token that it was to give here: its last word comes when its pages are saved."""
         _, keys = self._scheduler.use_of(seq, seq.kind(FinishReason.PREFILLED))
-        self._handovers.begin(seq.request, seq.index, (key for chain in keys for key in chain), now)
+        self._handoffs.begin(seq.request, seq.index, (key for chain in keys for key in chain), now)
         self._retire(seq, FinishReason.PREFILLED, now)
 
-    def _end_handovers(self, now: float) -> None:
-        new = self._handovers.take_new()
+    def _end_handoffs(self, now: float) -> None:
+        new = self._handoffs.take_new()
         if new:
             self._pager.save_now([record for key in new for record in self._table.records_of(key)], now)
-        self._outputs += self._handovers.over(now, self._is_saved)
+        self._outputs += self._handoffs.over(now, self._is_saved)
         self._send_outputs()
 
     def _is_saved(self, key: PageKey) -> bool:
@@ -864,7 +868,7 @@ class DecodeWorker:
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
     ) -> None:
         """End every sequence of the request that isn't over, those not made yet too."""
-        self._accounts.totals.failed_requests += reason is FinishReason.ERROR
+        self._request_metrics.totals.failed_requests += reason is FinishReason.ERROR
         over = {seq.index for seq in request.sequences if seq.state is SequenceState.FINISHED}
         over.update(request.spec.ended)
         made = {seq.index: seq for seq in request.sequences}
@@ -911,27 +915,27 @@ class DecodeWorker:
     def _close_request(self, request: Request) -> None:
         del self._requests[request.spec.request_id]
         self._prompt_logprobs.forget(request)
-        self._accounts.close(request, time.monotonic())
+        self._request_metrics.close(request, time.monotonic())
 
     def _begin_stop(self, deadline_s: float) -> None:
         if self._stop_at_s is None:
             self._stop_at_s = deadline_s
             for request in list(self._requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, time.monotonic(), "the worker is stopping")
-            self._outputs += self._handovers.end_all(FinishReason.PREFILLED, time.monotonic())
+            self._outputs += self._handoffs.end_all(FinishReason.PREFILLED, time.monotonic())
             self._send_outputs()
             self._pager.save_all(time.monotonic())
 
     def _fail_all(self) -> None:
-        """The loop can't go on: nobody may wait for it."""
+        """The loop can't go on: nothing may wait for it."""
         for request in self._requests.values():
             self._outputs += _refused(request.spec, FinishReason.CANCELLED, f"{WORKER_FAILED}: {self._error}")
         self._requests.clear()
-        self._outputs += self._handovers.end_all(FinishReason.PREFILLED, time.monotonic())
+        self._outputs += self._handoffs.end_all(FinishReason.PREFILLED, time.monotonic())
         self._send_outputs()
 
     def _close(self) -> None:
-        """After this nobody waits for the loop: what comes too late is answered here."""
+        """After this nothing waits for the loop: what comes too late is answered here."""
         self._is_over = True
         self._copier.close()
         self._pager.close()
@@ -974,16 +978,16 @@ class DecodeWorker:
             self._on_holds(*self._table.take_changes())
 
     def _snapshot(self) -> Snapshot:
-        level1 = self._level1.counters()
-        level1.add(self._accounts.tiers[TierName.HBM])
+        level1 = self._l1_admin.counters()
+        level1.add(self._request_metrics.tiers[TierName.HBM])
         below: dict[TierName, TierCounters] = {
             tier: replace(counters)
-            for tier, counters in self._accounts.tiers.items()
+            for tier, counters in self._request_metrics.tiers.items()
             if tier is not TierName.HBM
         }
         held, filled = self._table.fill(self._scheduler.active)
         totals = replace(
-            self._accounts.totals,
+            self._request_metrics.totals,
             used_page_tokens=filled,
             held_page_tokens=held * self._page_tokens,
         )
@@ -991,17 +995,17 @@ class DecodeWorker:
 
     def _clear(self, tenant: str | None, number: int = 0) -> Outcomes:
         requests = self._requests.values()
-        outcomes = self._level1.clear(tenant, [request.tenancy for request in requests], number)
+        outcomes = self._l1_admin.clear(tenant, [request.namespace for request in requests], number)
         for request in requests:
-            request.tenancy = self._roots.tenancy(request.spec.tenant, self._kind(request.spec))
+            request.namespace = self._roots.namespace(request.spec.tenant, self._kind(request.spec))
         return outcomes
 
     def _is_idle(self) -> bool:
-        return not self._requests and not self._handovers and self._pager.is_quiet
+        return not self._requests and not self._handoffs and self._pager.is_quiet
 
     def _check(self) -> None:
         self._scheduler.check()
-        self._accounts.check()
+        self._request_metrics.check()
         self._pager.check()
         self._sampler.check(self._scheduler.active)
         sequences = [seq for request in self._requests.values() for seq in request.sequences]
@@ -1014,8 +1018,8 @@ class DecodeWorker:
 
 def _attended(row: Row) -> int:
     """Tokens before the row's first one that it attends."""
-    tenancy = row.seq.request.tenancy
-    return min(row.start, tenancy.needs[0].window.tokens) if tenancy.is_stream else row.start
+    namespace = row.seq.request.namespace
+    return min(row.start, namespace.needs[0].window.tokens) if namespace.is_stream else row.start
 
 
 def _before_their_ends(seqs: list[Sequence], tokens: list[int | None]) -> tuple[list[Sequence], list[int]]:

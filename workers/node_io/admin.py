@@ -12,25 +12,25 @@ from kvtier.tier.protocol.key_query import HeldKeys
 from kvtier.tier.stats import TierCounters
 from kvtier.tier.stores.base import Outcome, PageInfo
 from kvtier.workers.models.formats import LayerGroup
-from kvtier.workers.node_io.namespaces import Roots
+from kvtier.workers.node_io.namespaces import Namespaces
 from kvtier.workers.node_io.pager import Pager
 from kvtier.workers.paging.frames import PageRecord
 from kvtier.workers.paging.page_table import PageTable
-from kvtier.workers.requests.sequence import Tenancy
+from kvtier.workers.requests.sequence import Namespace
 
 log = logging.getLogger(__name__)
 
 Outcomes = list[tuple[bytes, Outcome]]
 
 
-class Level1:
+class L1Admin:
     """What an administrator sees and does. Owned by the step loop; `clock` is its monotonic clock."""
 
     def __init__(
         self,
         *,
         worker_id: str,
-        roots: Roots,
+        roots: Namespaces,
         table: PageTable,
         pager: Pager,
         groups: tuple[LayerGroup, ...],
@@ -160,12 +160,12 @@ class Level1:
     def _drop(self, key: PageKey) -> Outcome:
         self._table.unpin(key, self._clock())
         # Not DEFERRED: what waits for its users to end would be evicted then by its key, which a page that is computed
-        # anew after the clear has too.
+        # again after the clear has too.
         is_in_use = any(self._table.is_held(record) for record in self._table.records_of(key))
         return Outcome.REJECTED if is_in_use else self._evict(key)
 
-    def clear(self, tenant: str | None, in_use: Iterable[Tenancy], number: int = 0) -> Outcomes:
-        """Drop a tenant's pages, or everybody's. DEFERRED: not found any more, gone when its users end.
+    def clear(self, tenant: str | None, in_use: Iterable[Namespace], number: int = 0) -> Outcomes:
+        """Drop a tenant's pages, or all tenants'. DEFERRED: not found any more, gone when its users end.
 
         `number` is the clear's epoch (tier/pages/clear_epochs.py), 0 for none. `in_use` are the tenancies of the requests that aren't over: what they are yet to fill won't be found either.
         """
@@ -174,7 +174,7 @@ class Level1:
             digest = tenant_digest(name)
             records = [record for record, _ in self._table.cached() if record.tenant == digest]
             trees = {record.tree for record in records}
-            trees |= {tenancy.tree for tenancy in in_use if tenancy.digest == digest}
+            trees |= {namespace.tree for namespace in in_use if namespace.digest == digest}
             for tree in trees:
                 self._table.clear(tree, self._clock())
             left = {record.key for record, _ in self._table.cached() if record.tenant == digest}

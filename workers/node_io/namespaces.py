@@ -10,7 +10,7 @@ from hashlib import blake2b
 from kvtier.tier.pages.identity import root_key, tenant_digest
 from kvtier.tier.pages.page import PageFormat, RootKey
 from kvtier.tier.pages.recipe import ChainNeeds, Window
-from kvtier.workers.requests.sequence import Tenancy
+from kvtier.workers.requests.sequence import Namespace
 from kvtier.workers.runner.runner import ModelRunner
 
 MAX_KINDS = 256  # remembered at once; one that comes again is made again, the same
@@ -33,7 +33,7 @@ class _Identity:
     needs: tuple[ChainNeeds, ...]
 
 
-class Roots:
+class Namespaces:
     """Makes tenancies. `kind_of` and `needs_of` may be called from any thread, the rest is the step loop's.
 
     A kind's identity is a function of the runner and the kind, a tenancy one of that, the tenant, and how often the
@@ -89,13 +89,13 @@ class Roots:
         """Tokens that such a request may have, prompt and answer, as far as the model goes."""
         return MAX_STREAM_TOKENS if kind.window else self._runner.max_context
 
-    def tenancy(self, tenant: str, kind: Kind) -> Tenancy:
+    def namespace(self, tenant: str, kind: Kind) -> Namespace:
         """Where the tenant's pages of such requests are found."""
         identity = self._identity(kind)
         digest = tenant_digest(tenant)
         name = b"".join(identity.roots) + digest + self._clears[tenant].to_bytes(8, "little")
         exact = self._identity(Kind(kind.window, kind.sinks)).roots if kind.lossy else ()
-        return Tenancy(
+        return Namespace(
             roots=identity.roots,
             salt=self.tenants[tenant],
             digest=digest,

@@ -34,7 +34,7 @@ class Connected:
     lifeline: int | None = None
 
     def close(self) -> None:
-        """End a connection that nobody has taken."""
+        """End a connection that nothing has taken."""
         self.client.close()
         if self.lifeline is not None:
             os.close(self.lifeline)
@@ -160,7 +160,7 @@ class NodeLink:
         return True
 
     def lose_connection(self, number: int) -> bool:
-        """A connection broke: forget its slots and connect anew. False when it was over before."""
+        """A connection broke: forget its slots and reconnect. False when it was over before."""
         if number != self.number:
             return False
         if self._client is None:

@@ -48,7 +48,7 @@ from kvtier.tier.protocol.parts import cut_chains
 from kvtier.tier.stats import TierCounters
 from kvtier.workers.models.formats import LayerGroup
 from kvtier.workers.node_io.arena_ops import ArenaOps
-from kvtier.workers.node_io.namespaces import Roots
+from kvtier.workers.node_io.namespaces import Namespaces
 from kvtier.workers.node_io.node_link import (
     Connected,
     ConnectionLost,
@@ -57,8 +57,8 @@ from kvtier.workers.node_io.node_link import (
     NodeLink,
     NodeMessage,
 )
-from kvtier.workers.node_io.peer_export import Lender
-from kvtier.workers.node_io.peer_import import Borrower
+from kvtier.workers.node_io.peer_export import PeerExport
+from kvtier.workers.node_io.peer_import import PeerImport
 from kvtier.workers.paging.copier import (
     Copier,
     Job,
@@ -80,7 +80,7 @@ LOAD_JOB_PAGES = 8  # fewer pages than this aren't worth waking another thread f
 SAVE_JOB_PAGES = 16  # a load waits for at most so many pages of a save under way
 VARIANTS_AT_ONCE = 16  # frames that tier variants may take from L1 at a time
 QUEUE_SLACK = 64  # below this a queue isn't worth tidying up
-MOST_KEYS = Limits().keys_per_locate  # of one message: a node takes a longer one for an attack
+MOST_KEYS = Limits().keys_per_locate  # most keys per message; the node rejects longer ones
 NEVER_DECAYED = 1 << 30  # recent_tokens of a recipe whose decayed format is wanted nowhere, only taken
 
 
@@ -99,12 +99,12 @@ class Pager:
         link: NodeLink,
         copier: Copier,
         ops: ArenaOps,
-        roots: Roots,
+        roots: Namespaces,
         groups: tuple[LayerGroup, ...],
         l4_format: PageFormat | None,
         memory: npt.NDArray[np.uint8] | None,
-        lender: Lender,
-        borrower: Borrower,
+        lender: PeerExport,
+        borrower: PeerImport,
         is_through: bool = True,
         always_load: bool = False,
     ) -> None:
@@ -125,8 +125,8 @@ class Pager:
         self._specs = {spec.digest: spec for group in groups for spec in group.specs.values()}
         self._l4_format = l4_format
         self._always_load = always_load
-        self._lender = lender
-        self._borrower = borrower
+        self._peer_export = lender
+        self._peer_import = borrower
         self._is_through = is_through
         self._unit_bytes = 0 if memory is None else memory.shape[1]
         self._memory = None if memory is None else memory.reshape(-1).data
@@ -148,8 +148,8 @@ class Pager:
 
     @property
     def in_flight(self) -> bool:
-        """An event will come without anybody asking for anything: a copy ends, a load ends."""
-        return bool(self._copies or self._loads or self._lender.is_waiting)
+        """An event will come without anything asking for anything: a copy ends, a load ends."""
+        return bool(self._copies or self._loads or self._peer_export.is_waiting)
 
     @property
     def is_quiet(self) -> bool:
@@ -164,7 +164,7 @@ class Pager:
     def next_deadline_s(self) -> float | None:
         """When the first load in flight loses to recompute, or the lender has something to look at."""
         times = [seq.load.deadline_s for seq in self._loads.values() if seq.load]
-        if (lender := self._lender.next_deadline_s) is not None:
+        if (lender := self._peer_export.next_deadline_s) is not None:
             times.append(lender)
         return min(times, default=None)
 
@@ -184,8 +184,8 @@ class Pager:
         self._link.send(
             Locate(
                 request_id=load.lease,
-                root=request.tenancy.root,
-                tenant=request.tenancy.digest,
+                root=request.namespace.root,
+                tenant=request.namespace.digest,
                 page_tokens=page_tokens,
                 first_page=load.first_page,
                 last_position=load.last_position,
@@ -196,7 +196,7 @@ class Pager:
                 double_pages=self._table.policy.costs.double_pages,
                 patience_s=max(0.0, load.deadline_s - load.started_s) if recompute_s else 0.0,
                 busy_s=self._busy_s(seq) if recompute_s else 0.0,
-                cleared=self.clears.of(request.tenancy.digest),
+                cleared=self.clears.of(request.namespace.digest),
             )
         )
 
@@ -267,7 +267,7 @@ class Pager:
         self.flush(now)
 
     def save_now(self, records: list[PageRecord], now: float) -> None:
-        """Save these pages though nothing makes them leave: somebody else waits for them below."""
+        """Save these pages though nothing makes them leave: another waits for them below."""
         for record in records:
             if record.save is SaveState.DIRTY:
                 self._to_save(record)
@@ -296,8 +296,8 @@ class Pager:
         for record in self._table.take_due() if self._table.has_due else ():
             if self._is_through or record.leaves:
                 self._to_save(record)
-        if self._table.can_save and self._table.is_margin_short:
-            self._set_aside(now)
+        if self._table.can_save and self._table.is_below_watermark:
+            self._choose_to_evict(now)
         pages: list[SavePage] = []
         for size, unsaved in self._unsaved.items():
             while unsaved and self._link.free_slots(size):
@@ -316,20 +316,20 @@ class Pager:
         if pages or self._unmade or any(self._unsaved.values()):
             self._link.refill()
         self._save_to_peers(now)
-        self._lender.balance(now)
+        self._peer_export.balance(now)
 
-    def _set_aside(self, now: float) -> None:
+    def _choose_to_evict(self, now: float) -> None:
         """Choose what leaves next, where it is to be saved for that, or peers have room for it."""
-        if self._is_through and not self._borrower.has_stock:
+        if self._is_through and not self._peer_import.has_stock:
             return
-        chosen = self._table.set_aside(now)
-        self._borrower.choose(chosen)
+        chosen = self._table.choose_to_evict(now)
+        self._peer_import.choose(chosen)
         for record in chosen if not self._is_through else ():
             if record.save is SaveState.DIRTY:
                 self._to_save(record)
 
     def _save_to_peers(self, now: float) -> None:
-        jobs: list[Job] = [*self._borrower.to_save(self._spec)]
+        jobs: list[Job] = [*self._peer_import.to_save(self._spec)]
         for job in jobs:
             for page in job.pages:
                 if isinstance(page, PeerSave):
@@ -341,8 +341,8 @@ class Pager:
 
     def close(self) -> None:
         """The copier has ended: let peers' frames go."""
-        self._borrower.close()
-        self._lender.close()
+        self._peer_import.close()
+        self._peer_export.close()
 
     def demote(self, demotion: Demotion) -> None:
         """Copy a preempted sequence's unsaved pages to L3, to be held there for it. There are slots for them."""
@@ -371,12 +371,12 @@ class Pager:
             self._link.send(Release(seq.lease))
 
     def release(self, lease: str) -> None:
-        """Nobody needs what the node holds under this lease."""
+        """Nothing needs what the node holds under this lease."""
         self._link.send(Release(lease))
 
     def expire(self, now: float) -> None:
         """Loads past their deadline lose to recompute, and lent frames that don't come back are waited for no more."""
-        self._lender.expire(now)
+        self._peer_export.expire(now)
         for seq in list(self._loads.values()):
             load = seq.load
             assert load is not None
@@ -388,7 +388,7 @@ class Pager:
 
     def given_up(self, now: float) -> Sequence | None:
         """Who has waited too long for room that peers keep. Before a step."""
-        return self._lender.given_up(now)
+        return self._peer_export.given_up(now)
 
     def cleared(self, tenant: bytes) -> None:
         """The tenant's pages are gone: what is being saved of them must not come back to life below."""
@@ -409,10 +409,10 @@ class Pager:
         )
         assert 0 <= self._variants <= VARIANTS_AT_ONCE, f"{self._variants} tier variants at once"
         assert self._leased.keys() <= self._loads.keys(), "leases of loads that are over"
-        self._lender.check()
-        self._borrower.check()
+        self._peer_export.check()
+        self._peer_import.check()
         if not self.in_flight:
-            assert not self._variants and not self._holding, "copies that nobody makes"
+            assert not self._variants and not self._holding, "copies that nothing makes"
 
     # Events
 
@@ -421,7 +421,7 @@ class Pager:
         match event:
             case Connected():
                 if self._link.take_connection(event):
-                    self._lender.came(event.lifeline)
+                    self._peer_export.came(event.lifeline)
                     self._introduce(now)
             case ConnectionLost():
                 self._lose(event.number, now)
@@ -437,10 +437,10 @@ class Pager:
         for page in job.pages:
             self._table.end_copy(page.frame)
         if isinstance(job, LoadJob):
-            self._borrower.loaded(job)
+            self._peer_import.loaded(job)
             self._on_loaded(job, now)
         elif isinstance(job, PeerSaveJob):
-            self._borrower.saved(job)
+            self._peer_import.saved(job)
         else:
             self._on_saved(job, now)
 
@@ -478,16 +478,16 @@ class Pager:
 
     def _hear_of_peers(self, message: ToWorker, now: float) -> None:
         if isinstance(message, Arena):
-            self._borrower.opened(message)
+            self._peer_import.opened(message)
         elif isinstance(message, ArenaGone):
-            self._borrower.gone(message.lender)
+            self._peer_import.gone(message.lender)
         elif isinstance(message, FramesGranted):
-            self._borrower.granted(message.grants)
+            self._peer_import.granted(message.grants)
             self.flush(now)
         elif isinstance(message, RecallFrames):
-            self._borrower.recalled(message.grants)
+            self._peer_import.recalled(message.grants)
         elif isinstance(message, Reclaimed):
-            self._lender.reclaimed(message.offsets, now)
+            self._peer_export.reclaimed(message.offsets, now)
 
     def _copy_up(self, seq: Sequence, found: Iterable[HostPage | PeerPage], now: float) -> None:
         load = seq.load
@@ -496,7 +496,7 @@ class Pager:
         for page in found:
             if not load.wants(page.page):
                 continue
-            if isinstance(page, PeerPage) and self._borrower.arena(page.grant.lender) is None:
+            if isinstance(page, PeerPage) and self._peer_import.arena(page.grant.lender) is None:
                 why = "it is in the memory of a peer that is gone"
                 load.cut(page.page[1], Missing(page.page[1], "load_failed", why))
                 continue
@@ -535,9 +535,9 @@ class Pager:
         )
 
     def _peer_load(self, page: PeerPage, spec: PageSpec, frame: int) -> PeerLoad:
-        arena = self._borrower.arena(page.grant.lender)
+        arena = self._peer_import.arena(page.grant.lender)
         assert arena is not None
-        self._borrower.started(page.grant.lender)
+        self._peer_import.started(page.grant.lender)
         return PeerLoad(
             ref=page.page,
             peer=arena,
@@ -635,7 +635,7 @@ class Pager:
                 del queue[queued]
 
     def _make_variants(self, now: float) -> list[SavePage]:
-        """Convert pages for a lower tier into frames of nobody's, each of which is free again once it is saved."""
+        """Convert pages for a lower tier into frames of no one's, each of which is free again once it is saved."""
         pages: list[SavePage] = []
         by_kind: dict[tuple[int, PageFormat], Convert] = {}
         sources: list[int] = []
@@ -698,7 +698,7 @@ class Pager:
 
     def _save_tail(self, seq: Sequence, page: DemotedPage) -> SavePage:
         """The partial page that a preempted sequence ends with."""
-        tenancy = seq.request.tenancy
+        namespace = seq.request.namespace
         spec = self._groups[page.group].specs[page.format]
         grant = self._link.take_slot(spec.nbytes)
         assert grant is not None, "the scheduler saves as many pages as there are slots"
@@ -710,8 +710,8 @@ class Pager:
             spec=spec,
             made_from="",
             parent=page.parent,
-            root=tenancy.roots[page.group],
-            tenant=tenancy.digest,
+            root=namespace.roots[page.group],
+            tenant=namespace.digest,
             depth=page.depth,
             tokens=page.tokens,
             content=b"",
@@ -787,8 +787,8 @@ class Pager:
         self._copier.wait_idle()  # a slot must not be touched once the slab is let go
         if not self._link.lose_connection(number):
             return
-        self._borrower.lost()
-        self._lender.went()
+        self._peer_import.lost()
+        self._peer_export.went()
         log.warning("the cache node went away; going on with L1 alone")
         self._table.can_save = False
         for seq in list(self._loads.values()):

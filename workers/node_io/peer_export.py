@@ -1,8 +1,8 @@
 """Lends a worker's idle L1 frames to its peers on the node, and takes them back when it runs short of room.
 
-What is lent stays L1's own, in a role of its own (workers/paging/frames.py): neither free nor cached until nobody can write into it any
+What is lent stays L1's own, in a role of its own (workers/paging/frames.py): neither free nor cached until nothing can write into it any
 more. The node says so of frames that it is asked for. Where the connection ends first, the arena's lifeline does: a pipe
-that all hold open who may write into the arena, and nobody else.
+that all hold open who may write into the arena, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 RESERVE_PARTS = 8  # one part in so many of L1 is kept free beside what runs and waits
 BATCH_PARTS = 32  # frames are lent, and asked for, by so large a part of L1: fewer messages
 PATIENCE_S = 1.0  # for frames that were asked for; a borrower gives them up within a step of its own
-STARVED_S = 10.0  # longer than that nobody waits for room that only overdue frames can give
+STARVED_S = 10.0  # longer than that nothing waits for room that only overdue frames can give
 POLL_S = 0.05  # between looks at the lifelines of connections that are over
 
 
@@ -54,7 +54,7 @@ def to_lend(table: PageTable, missing: Mapping[int, int], share: float) -> tuple
 
 
 def to_take_back(table: PageTable, missing: Mapping[int, int], asked: Mapping[int, object]) -> list[int]:
-    """Frames that are lent and needed soon, since `missing` fit beside all that somebody holds only with them.
+    """Frames that are lent and needed soon, since `missing` fit beside all that something holds only with them.
 
     A batch more than that; of several sizes whole slabs. `asked` are on their way.
     """
@@ -78,7 +78,7 @@ def to_take_back(table: PageTable, missing: Mapping[int, int], asked: Mapping[in
 
 
 def starved(scheduler: Scheduler) -> Sequence | None:
-    """Who can't go on in what is left of L1 beside the frames that are lent, though nobody else runs.
+    """Who can't go on in what is left of L1 beside the frames that are lent, though nothing else runs.
 
     One that loads isn't meant: that ends at a deadline of its own.
     """
@@ -96,7 +96,7 @@ def _slabs(slabs: SlabAllocator, size: int, pages: int) -> int:
     return -(-max(0, pages) // slabs.per_slab(size))
 
 
-class Lender:
+class PeerExport:
     """What a worker has lent, and to which node's peers. Owned by the step loop.
 
     At most `share` of L1 is lent; 0.0: nothing is, ever.
@@ -111,7 +111,7 @@ class Lender:
         self._asked: dict[int, float] = {}  # frames, and when they were asked for; earliest first
         self._orphans: list[tuple[int, list[int]]] = []  # lifelines that may be open yet, and what was lent
         self._looked_s = 0.0  # at the orphans' lifelines
-        self._missed_s: float | None = None  # since when somebody waits while there are orphans
+        self._missed_s: float | None = None  # since when something waits while there are orphans
         # While frames are overdue: who is starved, how many tokens of it are computed, and since when.
         self._starved: tuple[Sequence, int, float] | None = None
 
@@ -148,7 +148,7 @@ class Lender:
             os.close(lifeline)
 
     def reclaimed(self, offsets: list[int], now: float) -> None:
-        """The node says that nobody uses these frames any more."""
+        """The node says that nothing uses these frames any more."""
         unit_bytes = self._table.frames.unit_bytes
         frames = [offset // unit_bytes for offset in offsets]
         for frame in frames:
@@ -201,7 +201,7 @@ class Lender:
     def given_up(self, now: float) -> Sequence | None:
         """A sequence that has waited long enough for frames that don't come back: its request is to end here.
 
-        Nothing else bounds its wait. Whatever it computes meanwhile begins it anew. Before each step.
+        Nothing else bounds its wait. Whatever it computes meanwhile restarts it. Before each step.
         """
         if self._starved is None and not self._table.lent_overdue:
             return None
@@ -216,7 +216,7 @@ class Lender:
         return None
 
     def _waits_since(self, now: float) -> float | None:
-        """Since when frames are asked for; orphans, of which nobody can be asked, since somebody waits for them."""
+        """Since when frames are asked for; orphans, of which nothing can be asked, since something waits for them."""
         if not (self._orphans and self._table.lent_wanted):
             self._missed_s = None
         elif self._missed_s is None:
@@ -250,12 +250,12 @@ class Lender:
         assert len(set(orphaned)) == len(orphaned) and lent.keys() >= set(orphaned), (
             "orphans that aren't lent"
         )
-        assert lent.keys() == set(orphaned) or self._lifeline is not None, "frames lent to nobody"
+        assert lent.keys() == set(orphaned) or self._lifeline is not None, "frames lent to nothing"
         assert self._share or not lent
 
 
 def _is_closed(lifeline: int) -> bool:
-    """Nobody holds the pipe's write end any more."""
+    """Nothing holds the pipe's write end any more."""
     try:
         return not os.read(lifeline, 1)
     except BlockingIOError:

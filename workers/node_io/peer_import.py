@@ -38,7 +38,7 @@ LOOKED_AT = 64  # chosen pages that are looked at in one step, for those that ma
 FREE_PARTS = 4  # frames are asked for once less than one part in so many of L1 is free
 
 
-class Borrower:
+class PeerImport:
     """Peers' frames in stock, pages that wait for one, and peers' arenas. Owned by the step loop.
 
     `stock` frames for each size of page, at most; 0: this worker borrows none, and only reads. An arena is closed once

@@ -1,7 +1,7 @@
 """Copies pages between L1 frames and slots of the node's L3 slab or peers' frames, on threads of its own. Decides nothing.
 
 Verifying and copying release the GIL for most of a page's time, so a second thread is real. A job is a list of pages:
-no thread is woken per page. Loads go before saves, because somebody waits for a load.
+no thread is woken per page. Loads go before saves, because something waits for a load.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SavePage:
     """A page to write from its frame into `slot`, envelope first; a checksum of b"" is taken from what was written.
 
     `made_from` is the variant it was converted from; "" when the model computed it. `record` is the cached page in the
-    frame, None for one that nobody finds in L1: a preempted sequence's tail, or a variant for a tier below.
+    frame, None for one that nothing finds in L1: a preempted sequence's tail, or a variant for a tier below.
     """
 
     frame: int

@@ -1,6 +1,6 @@
 """Knows which L1 frame is in which roles: held by sequences, cached, in a copy, lent, or free. Pure: moves no bytes.
 
-A frame is free exactly when nobody holds it, no cached page lies in it, no copy to or from it is in flight, and it isn't
+A frame is free exactly when nothing holds it, no cached page lies in it, no copy to or from it is in flight, and it isn't
 lent to the worker's peers, whose it is until it is taken back. What is
 to be done to the bytes stands in one queue of operations, so that each reads what those before it wrote.
 """
@@ -33,7 +33,7 @@ class PageRecord:
     """What is known of a cached page. `checksum` is b"" until it is taken.
 
     `frame` is where it lies now: pages move. A page that `is_spent` has been converted, or has left a stream's window:
-    it goes before all others, and one that `leaves` as soon as nobody holds it and it needs not be saved any more. One
+    it goes before all others, and one that `leaves` as soon as nothing holds it and it needs not be saved any more. One
     that `is_put_off` is a stream's own, and isn't saved before its sequence ends or is preempted. A page of the pool has
     a `row` of the policy, which takes it to be `in_use` until a request releases it.
     """
@@ -156,7 +156,7 @@ class Frames:
         return True
 
     def is_held(self, frame: int) -> bool:
-        """Somebody holds it; of a page in the radix tree its path says that."""
+        """Something holds it; of a page in the radix tree its path says that."""
         return frame in self._holders
 
     def holders_of(self, frame: int) -> int:
@@ -188,12 +188,12 @@ class Frames:
             self.slabs.give_back(frame)
 
     def cache(self, record: PageRecord) -> None:
-        """The record's page lies in its frame, which somebody holds."""
+        """The record's page lies in its frame, which something holds."""
         assert record.frame not in self.records, f"frame {record.frame} holds a page"
         self.records[record.frame] = record
 
     def uncache(self, frames: list[int]) -> None:
-        """Nobody will find these pages any more; those who hold their frames keep them."""
+        """Nothing will find these pages any more; those who hold their frames keep them."""
         for frame in frames:
             del self.records[frame]
             self._free_if_unused(frame)
@@ -214,7 +214,7 @@ class Frames:
         return frames
 
     def take_back(self, frames: Iterable[int]) -> None:
-        """Nobody reads or writes these lent frames any more: they are free."""
+        """Nothing reads or writes these lent frames any more: they are free."""
         for frame in frames:
             del self.lent[frame]
             self.lent_units -= self.slabs.size_of(frame)

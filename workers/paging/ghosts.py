@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvtier.tier.l1.prefix import Piece
 from kvtier.tier.pages.page import PageKey
 from kvtier.tier.policy.base import Policy, Row
-from kvtier.workers.requests.sequence import Stretch
+from kvtier.workers.requests.sequence import EvictedSpan
 
 EXPLAINED = 16384  # at least so many, which `explain` can tell of; about 6 MB
 MOST = 1_000_000  # whatever the policy wants; about 400 MB
@@ -41,7 +41,7 @@ class Ghosts:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._pages
 
-    def bury(self, key: PageKey, ghost: Ghost) -> None:
+    def push(self, key: PageKey, ghost: Ghost) -> None:
         """A page has left, and its row is the ghost's from now on."""
         self.forget(key)
         self._pages[key] = ghost
@@ -63,7 +63,7 @@ class Ghosts:
             for ghost in found:
                 ghost.in_use = True
 
-    def revive(self, key: PageKey, nbytes: int, now: float) -> Row | None:
+    def pop(self, key: PageKey, nbytes: int, now: float) -> Row | None:
         """The row of a page that comes back, in use; None when it isn't remembered, or came back in another size."""
         ghost = self._pages.get(key)
         if ghost is None:
@@ -82,16 +82,16 @@ class Ghosts:
             return []
         pieces: list[Piece] = []
         for key in keys:
-            row = self.revive(key, nbytes, now)
+            row = self.pop(key, nbytes, now)
             if row is None and pieces and pieces[-1][0] is None:
                 pieces[-1] = None, pieces[-1][1] + 1
             else:
                 pieces.append((row, 1))
         return pieces
 
-    def explain(self, keys: Sequence[PageKey], first: int) -> list[Stretch]:
+    def explain(self, keys: Sequence[PageKey], first: int) -> list[EvictedSpan]:
         """What the policy thought when it let these pages of a chain go, the first at `first`; before `begin`."""
-        told: list[Stretch] = []
+        told: list[EvictedSpan] = []
         last_use_s: float | None = None
         for page, key in enumerate(keys, start=first):
             ghost = self._pages.get(key)
@@ -102,7 +102,7 @@ class Ghosts:
             elif len(told) < TEXTS:
                 last_use_s = ghost.last_use_s
                 text = self._policy.describe(ghost.row, ghost.evicted_s)
-                told.append(Stretch(page, page + 1, ghost.evicted_s, text))
+                told.append(EvictedSpan(page, page + 1, ghost.evicted_s, text))
         return told
 
     def check(self) -> None:

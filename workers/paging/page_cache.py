@@ -37,7 +37,7 @@ class PageCache:
     while more of L1 than that is its.
 
     `can_save` is the worker's to set: pages can be saved below L1. Where they aren't saved before they must leave,
-    `margin_bytes` of L1 are either free or `set_aside`, and pages that were dropped early are `due` to be saved. A page
+    `watermark_bytes` of L1 are either free or chosen to be evicted (`choose_to_evict`), and pages that were dropped early are `due` to be saved. A page
     that was loaded from below has the state `save_loaded`: DIRTY where the node's copy of it is evicted first, since
     the page is then saved when it leaves (`Hello.brings_down`).
     """
@@ -67,14 +67,14 @@ class PageCache:
         self.dropped_pages = 0  # that had left a stream's window, or been converted
         self.converted_pages = 0
         self.can_save = False
-        self.margin_bytes = 0
+        self.watermark_bytes = 0
         self.save_loaded = SaveState.CLEAN
         self.due: list[PageRecord] = []  # since they were asked for last
-        # Keys of pages that came or left since they were taken out (`take_changes`); None: nobody does.
+        # Keys of pages that came or left since they were taken out (`take_changes`); None: nothing does.
         self.touched: dict[PageKey, None] | None = None
         self.must_wait = False  # room that was asked for last is there once copies end, or in the next step
-        self.lent_wanted = False  # in this step somebody waits for frames that are lent
-        self.lent_overdue = False  # they have been asked for long ago: nobody waits for them any more
+        self.lent_wanted = False  # in this step something waits for frames that are lent
+        self.lent_overdue = False  # they have been asked for long ago: nothing waits for them any more
         self._now = 0.0  # while pages leave the index
         self._max_pins = capacity // 2
         self._at_once = 1 if isinstance(self.policy, Lru) else min(AT_ONCE, 1 + capacity // 256)
@@ -84,7 +84,7 @@ class PageCache:
         self._holding: dict[Sequence, None] = {}  # those whose pages must be followed where they move
         self._users: Counter[RootKey] = Counter()  # sequences that give pages to a tree or take them from it
         self._tenants: dict[RootKey, bytes] = {}  # of trees with users
-        # To be evicted as soon as nobody holds them; in order, so that another process goes through them alike.
+        # To be evicted as soon as nothing holds them; in order, so that another process goes through them alike.
         self._doomed: dict[PageKey, None] = {}
         self._dead: set[RootKey] = set()  # cleared trees that still have users
 
@@ -127,7 +127,7 @@ class PageCache:
 
     @property
     def limbo(self) -> int:
-        """Frames of nobody that a copy keeps from being free."""
+        """Frames of nothing that a copy keeps from being free."""
         return self.frames.limbo
 
     @property
@@ -211,7 +211,7 @@ class PageCache:
         return self.frames.units(self.groups[group][format])
 
     def has_room(self, missing: Mapping[int, int]) -> bool:
-        """Whether so many more pages, by size in units, fit beside all that somebody holds."""
+        """Whether so many more pages, by size in units, fit beside all that something holds."""
         slabs = self.frames.slabs
         pages = Counter(slabs.used)
         pages.update(missing)
@@ -235,7 +235,7 @@ class PageCache:
         return True
 
     def evictable(self) -> Counter[int]:
-        """Cached pages that nobody holds, by size in units."""
+        """Cached pages that nothing holds, by size in units."""
         pages: Counter[int] = Counter()
         for nbytes, count in self.pool.evictable.items():
             pages[self.frames.units(nbytes)] += count
@@ -249,7 +249,7 @@ class PageCache:
         self.lent_overdue = False
 
     def borrow(self, group: int, format: PageFormat, now: float) -> int | None:
-        """A frame that is nobody's, with a copy into it started: it is free again when that ends."""
+        """A frame that is no one's, with a copy into it started: it is free again when that ends."""
         taken = self.take(group, format, 1, now)
         if not taken:
             return None
@@ -269,7 +269,7 @@ class PageCache:
                 self._leave(record, now)
             else:
                 self.pool.unheld(record, now)
-                if record.leaves and self.margin_bytes:
+                if record.leaves and self.watermark_bytes:
                     self.due.append(record)
 
     def hold(self, record: PageRecord) -> None:
@@ -303,9 +303,9 @@ class PageCache:
         return True
 
     def cache_in_pool(self, record: PageRecord, created: int, now: float) -> None:
-        """The page, in a frame that somebody holds, can be found from now on. Its request brings `created` new ones."""
+        """The page, in a frame that something holds, can be found from now on. Its request brings `created` new ones."""
         self._cache(record)
-        row = self.ghosts.revive(record.key, record.nbytes, now)
+        row = self.ghosts.pop(record.key, record.nbytes, now)
         record.row = self.policy.add(1, record.depth, record.nbytes, created, now) if row is None else row
         self.pool.add(record)
 
@@ -374,18 +374,18 @@ class PageCache:
     # What leaves next
 
     @property
-    def is_margin_short(self) -> bool:
-        """`set_aside` would choose enough to be worth its work, if there is anything."""
-        slack = self.margin_bytes // (MARGIN_PARTS * self._largest_bytes)
-        return bool(self.margin_bytes) and self._pages_to_set_aside() > slack
+    def is_below_watermark(self) -> bool:
+        """`choose_to_evict` would choose enough to be worth its work, if there is anything."""
+        slack = self.watermark_bytes // (MARGIN_PARTS * self._largest_bytes)
+        return bool(self.watermark_bytes) and self._pages_below_watermark() > slack
 
-    def set_aside(self, now: float) -> list[PageRecord]:
-        """Choose what leaves next, until that and what is free make `margin_bytes`; the chosen pages.
+    def choose_to_evict(self, now: float) -> list[PageRecord]:
+        """Choose what leaves next, until that and what is free make `watermark_bytes`; the chosen pages.
 
         They leave before all others, those first that have a copy below by then; one that is used meanwhile stays.
         """
         chosen: list[PageRecord] = []
-        while (pages := self._pages_to_set_aside()) > 0:
+        while (pages := self._pages_below_watermark()) > 0:
             victims = self._next_to_set_aside(pages, now)
             if not victims:
                 break
@@ -393,7 +393,7 @@ class PageCache:
                 records = self._records_of_victim(victim)
                 nbytes = sum(record.nbytes for record in records)
                 leaves = self._ranks.of(records[0].tenant).leaves
-                leaves.set_aside(victim, nbytes, is_all=victim.pages == self._pages_of(victim.row))
+                leaves.choose_to_evict(victim, nbytes, is_all=victim.pages == self._pages_of(victim.row))
                 chosen += records
         return chosen
 
@@ -405,8 +405,8 @@ class PageCache:
                 record.save = SaveState.DIRTY
         self._ranks.put_back()
 
-    def _pages_to_set_aside(self) -> int:
-        missing = self.margin_bytes - (self.capacity_bytes - self.used_bytes) - self._ranks.aside_bytes
+    def _pages_below_watermark(self) -> int:
+        missing = self.watermark_bytes - (self.capacity_bytes - self.used_bytes) - self._ranks.aside_bytes
         return -(-missing // self._largest_bytes)
 
     @property
@@ -465,7 +465,7 @@ class PageCache:
             if self._in_tree.get(record.key) is record:
                 del self._in_tree[record.key]
                 ghost = Ghost(own, record.nbytes, self._now, record.last_use_s, in_use)
-                self.ghosts.bury(record.key, ghost)
+                self.ghosts.push(record.key, ghost)
             else:  # it is of a dead tree
                 self.policy.forget(own)
 
@@ -479,13 +479,13 @@ class PageCache:
         self.evicted_pages += len(frames)
 
     def _uncache(self, record: PageRecord, now: float) -> None:
-        """A page of the pool leaves; its frame is free once nobody holds it and no copy needs it."""
+        """A page of the pool leaves; its frame is free once nothing holds it and no copy needs it."""
         self.pool.remove(record)
         if self.has(record.key):  # in another format
             self.policy.forget(record.row)
         else:
             ghost = Ghost(record.row, record.nbytes, now, record.last_use_s, record.in_use)
-            self.ghosts.bury(record.key, ghost)
+            self.ghosts.push(record.key, ghost)
         self._ranks.of(record.tenant).used_bytes -= record.nbytes
         self._touch(record.key)
         self.frames.uncache([record.frame])
@@ -511,7 +511,7 @@ class PageCache:
                 self._doomed.pop(key, None)
 
     def _bury(self, tree: RootKey, now: float) -> int:
-        """Evict what nobody holds of a dead radix tree; pages that somebody does."""
+        """Evict what nothing holds of a dead radix tree; pages that something does."""
         self._now = now
         removed = self.index.clear(tree)
         self._uncache_tree(removed.frames)

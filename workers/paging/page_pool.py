@@ -16,9 +16,9 @@ from kvtier.workers.paging.ranks import Ranks
 
 
 class PagePool:
-    """Owned by the page table. `evictable` counts, by size in bytes, the pages that nobody holds.
+    """Owned by the page table. `evictable` counts, by size in bytes, the pages that nothing holds.
 
-    Each page is a row of the policy, and once nobody holds it a candidate for eviction. Before all candidates go pages
+    Each page is a row of the policy, and once nothing holds it a candidate for eviction. Before all candidates go pages
     that are spent or leave.
     """
 
@@ -41,7 +41,7 @@ class PagePool:
         return self._by_row.get(row)
 
     def add(self, record: PageRecord) -> None:
-        """A page that somebody holds, with its row."""
+        """A page that something holds, with its row."""
         assert (record.key, record.format) not in self.pages, "a page twice"
         self._by_row[record.row] = record
         self.pages[record.key, record.format] = record
@@ -50,7 +50,7 @@ class PagePool:
         self._formats[record.key] += 1
 
     def held(self, record: PageRecord) -> None:
-        """Somebody holds the page from now on, maybe one more."""
+        """Something holds the page from now on, maybe one more."""
         if not self._is_unheld(record):
             return
         rank = self._ranks.of(record.tenant)
@@ -69,12 +69,12 @@ class PagePool:
         self.evictable[record.nbytes] += 1
 
     def spend(self, record: PageRecord) -> None:
-        """Its holder has it in another format, or it left a window: it goes first, once nobody holds it."""
+        """Its holder has it in another format, or it left a window: it goes first, once nothing holds it."""
         assert not self._is_unheld(record)
         record.is_spent = True
 
     def want(self, record: PageRecord) -> None:
-        """A request starts from the page that somebody holds: it doesn't go first, and not at once."""
+        """A request starts from the page that something holds: it doesn't go first, and not at once."""
         assert not self._is_unheld(record)
         record.uses += 1
         record.is_spent = record.leaves = False
@@ -98,7 +98,7 @@ class PagePool:
             record.in_use = False
 
     def remove(self, record: PageRecord) -> None:
-        """Nobody finds the page any more. Its row is the caller's to end."""
+        """Nothing finds the page any more. Its row is the caller's to end."""
         del self.pages[record.key, record.format]
         del self._by_row[record.row]
         self.counts[record.group, record.format] -= 1

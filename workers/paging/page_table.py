@@ -96,11 +96,11 @@ class PageTable(PageCache):
         """Give a sequence that holds nothing its cached pages, at most `limit`, but for its last token's."""
         assert seq.num_held == 0 and seq.path is None
         seq.computed = seq.num_cached = 0
-        seq.tree = seq.request.tenancy.tree
+        seq.tree = seq.request.namespace.tree
         self._holding[seq] = None
         if not seq.request.spec.use_cache:
             return
-        self._enter_tree(seq.tree, seq.request.tenancy.digest)
+        self._enter_tree(seq.tree, seq.request.namespace.digest)
         if seq.is_plain:
             tokens = min(seq.length - 1, limit * self.page_tokens)
             match = self.index.match(seq.tree, seq.tokens[: seq.length], tokens)
@@ -204,7 +204,7 @@ class PageTable(PageCache):
         child.tree = parent.tree
         self._holding[child] = None
         if child.request.spec.use_cache:
-            self._enter_tree(child.tree, child.request.tenancy.digest)
+            self._enter_tree(child.tree, child.request.namespace.digest)
         fork = self._fork_plain if parent.is_plain else self._pooled.fork
         if fork(parent, child, now):
             return True
@@ -244,7 +244,7 @@ class PageTable(PageCache):
             tail = 0
         if not keys:
             return None
-        chain = LoadChain(keys, [], bytes(len(keys)), seq.request.tenancy.needs[0], None)
+        chain = LoadChain(keys, [], bytes(len(keys)), seq.request.namespace.needs[0], None)
         return Load(lease, seq.num_cached, [chain], seq.length - 1, started_s, deadline_s, tail)
 
     def place(self, seq: Sequence, ref: PageRef, format: PageFormat, now: float) -> int | None:
@@ -323,7 +323,7 @@ class PageTable(PageCache):
     # Plain sequences
 
     def _write(self, seq: Sequence) -> PageFormat:
-        return seq.request.tenancy.needs[0].recipe.write
+        return seq.request.namespace.needs[0].recipe.write
 
     def _hold_path(self, seq: Sequence, path: Path, frames: Frames) -> None:
         self.index.pin(path)
@@ -372,7 +372,7 @@ class PageTable(PageCache):
     def _plain_record(
         self, seq: Sequence, depth: int, keys: list[PageKey], frame: int, now: float
     ) -> PageRecord:
-        tenancy, format = seq.request.tenancy, self._write(seq)
+        namespace, format = seq.request.namespace, self._write(seq)
         return PageRecord(
             frame=frame,
             group=0,
@@ -380,10 +380,10 @@ class PageTable(PageCache):
             nbytes=self.groups[0][format],
             key=keys[depth],
             tokens=seq.tokens[depth * self.page_tokens : (depth + 1) * self.page_tokens].tobytes(),
-            parent=keys[depth - 1] if depth else tenancy.root,
-            root=tenancy.root,
+            parent=keys[depth - 1] if depth else namespace.root,
+            root=namespace.root,
             tree=seq.tree,
-            tenant=tenancy.digest,
+            tenant=namespace.digest,
             content=b"" if depth else seq.content(),
             depth=depth,
             save=self.save_loaded if depth < seq.stored_pages else SaveState.DIRTY,

@@ -52,7 +52,7 @@ class PooledPages:
 
     def adopt(self, seq: Sequence, limit: int) -> None:
         """Give a sequence that holds nothing the longest prefix of at most `limit` pages that L1 can serve alone."""
-        needs, page_tokens = seq.request.tenancy.needs, self._page_tokens
+        needs, page_tokens = seq.request.namespace.needs, self._page_tokens
         pages = min(limit, (seq.length - 1) // page_tokens)
         present = [self._present(seq, group, pages) for group in range(len(needs))]
         pages = longest_hit(list(needs), present, 0, seq.length - 1, page_tokens)
@@ -78,7 +78,7 @@ class PooledPages:
         cache, tail = self._cache, parent.computed % self._page_tokens
         full = parent.computed // self._page_tokens
         for group, theirs in enumerate(parent.groups):
-            format = parent.request.tenancy.needs[group].recipe.write
+            format = parent.request.namespace.needs[group].recipe.write
             mine = child.groups[group]
             mine.reserve(full + 1)
             for page in theirs.held(0, full):
@@ -94,7 +94,7 @@ class PooledPages:
                 mine.put(full, own[0], FORMAT_CODES[format])
                 mine.num_pages += 1
         for group, theirs in enumerate(parent.groups if tail else ()):
-            format = parent.request.tenancy.needs[group].recipe.write
+            format = parent.request.namespace.needs[group].recipe.write
             source, target = int(theirs.frames[full]), int(child.groups[group].frames[full])
             cache.frames.add_op(CopyHead(group, source, target, tail, format))
         child.num_cached, child.computed = parent.num_cached, parent.computed
@@ -104,7 +104,7 @@ class PooledPages:
 
     def is_ready(self, seq: Sequence, tokens: int) -> bool:
         """Its pages are as rows at its position want them, and `tokens` tokens have a place."""
-        for need, pages in zip(seq.request.tenancy.needs, seq.groups, strict=True):
+        for need, pages in zip(seq.request.namespace.needs, seq.groups, strict=True):
             if pages.num_pages * self._page_tokens < tokens:
                 return False
             if pages.settled < need.recipe.decay_end(seq.computed, self._page_tokens):
@@ -151,12 +151,12 @@ class PooledPages:
 
         What leaves a stream has no claim to stay in L1, but for what a request with the same prompt starts from, and
         what was asked for again before. Of its pages beyond the prompt only those are saved that it holds when it ends
-        or is preempted: a stream without end would fill all tiers with what nobody attends. What leaves one of several
+        or is preempted: a stream without end would fill all tiers with what nothing attends. What leaves one of several
         layer groups others attend still: it stays while there is room.
         """
-        tenancy, page_tokens = seq.request.tenancy, self._page_tokens
+        namespace, page_tokens = seq.request.namespace, self._page_tokens
         full = seq.computed // page_tokens
-        for need, pages in zip(tenancy.needs, seq.groups, strict=True):
+        for need, pages in zip(namespace.needs, seq.groups, strict=True):
             first = need.window.first_page(full * page_tokens, page_tokens)
             prompt = (seq.request.prompt_tokens - 1) // page_tokens
             prompt_first = need.window.first_page(prompt * page_tokens, page_tokens)
@@ -169,7 +169,7 @@ class PooledPages:
                 frame = int(pages.frames[page])
                 record = self._cache.record(frame)
                 is_wanted = prompt_first <= page < prompt
-                if record is not None and tenancy.is_stream and not is_wanted and not record.uses:
+                if record is not None and namespace.is_stream and not is_wanted and not record.uses:
                     record.leaves = True
                     self._cache.pool.spend(record)
                 self._cache.drop(frame, now)
@@ -197,9 +197,9 @@ class PooledPages:
     def missing(self, seq: Sequence, tokens: int, chunk: int) -> Counter[int]:
         """Pages, by size in units, that it may need beside those it holds until `tokens` tokens are computed."""
         missing: Counter[int] = Counter()
-        tenancy = seq.request.tenancy
+        namespace = seq.request.namespace
         for group in range(len(seq.groups)):
-            need, other = tenancy.needs[group], tenancy.other_format(group)
+            need, other = namespace.needs[group], namespace.other_format(group)
             written, decayed = pages_needed(need, tokens, chunk, self._page_tokens)
             here = self._held_by_code(seq, group)
             if other is not None:
@@ -215,7 +215,7 @@ class PooledPages:
 
     def plan_load(self, seq: Sequence, lease: str, started_s: float, deadline_s: float) -> Load | None:
         """Which pages to look for below L1 behind those adopted; holds what L1 has of them. None for none."""
-        page_tokens, tenancy = self._page_tokens, seq.request.tenancy
+        page_tokens, namespace = self._page_tokens, seq.request.namespace
         pages, tail = divmod(seq.saved or seq.length - 1, page_tokens)
         if not seq.saved:
             tail = 0
@@ -226,7 +226,7 @@ class PooledPages:
         parts: dict[tuple[int, int, PageFormat], int] = {}
         chains: list[LoadChain] = []
         position = min(total * page_tokens, last_position)
-        for group, need in enumerate(tenancy.needs):
+        for group, need in enumerate(namespace.needs):
             keys = seq.page_keys(pages, page_tokens, group)[first:]
             held = bytearray(total - first)
             for page in self._pages_for(seq, group, first, pages, position):
@@ -238,7 +238,7 @@ class PooledPages:
             if tail:
                 keys.append(seq.tail_key(seq.saved, page_tokens, group))
             others = self._other_keys(seq, group, len(keys), seq.saved if tail else pages * page_tokens)
-            chains.append(LoadChain(keys, others, bytes(held), need, tenancy.lossy_format))
+            chains.append(LoadChain(keys, others, bytes(held), need, namespace.lossy_format))
         kept = frozenset((group, page) for group, page, _ in parts)
         return Load(lease, first, chains, last_position, started_s, deadline_s, tail, parts=parts, kept=kept)
 
@@ -278,7 +278,7 @@ class PooledPages:
             known = self._cache.record(frame)
             if known is not None:
                 known.uses += 1  # it is wanted a second time
-        recipe = seq.request.tenancy.needs[group].recipe
+        recipe = seq.request.namespace.needs[group].recipe
         position = min(load.wanted * self._page_tokens, load.last_position)
         wanted = recipe.format_at(page, position, self._page_tokens)
         if format is recipe.write and wanted is not format:
@@ -293,7 +293,7 @@ class PooledPages:
         """The load is over: take what of it makes the longest prefix, let the rest go. The pages of the prefix."""
         load = seq.load
         assert load is not None
-        page_tokens, needs = self._page_tokens, seq.request.tenancy.needs
+        page_tokens, needs = self._page_tokens, seq.request.namespace.needs
         present = [self._loaded_bits(load, group) for group in range(len(needs))]
         pages = longest_hit(list(needs), present, load.first_page, load.last_position, page_tokens)
         position = min(pages * page_tokens, load.last_position)
@@ -320,14 +320,14 @@ class PooledPages:
 
     def _begin_at(self, seq: Sequence, pages: int, computed: int) -> None:
         """Its pages before `pages` are in place; those of them that rows at `computed` don't attend aren't held."""
-        for need, mine in zip(seq.request.tenancy.needs, seq.groups, strict=True):
+        for need, mine in zip(seq.request.namespace.needs, seq.groups, strict=True):
             mine.num_pages, mine.settled = pages, 0
             mine.first_page = max(mine.first_page, need.window.first_page(computed, self._page_tokens))
         seq.num_cached, seq.computed = pages, computed
 
     def _pages_for(self, seq: Sequence, group: int, first: int, end: int, position: int) -> list[int]:
         """The pages from `first` to before `end` that rows from `position` on attend."""
-        window = seq.request.tenancy.needs[group].window
+        window = seq.request.namespace.needs[group].window
         sinks = window.sink_pages(self._page_tokens)
         low = window.first_page(position, self._page_tokens)
         return [*range(first, min(sinks, end)), *range(max(first, low), end)]
@@ -335,8 +335,8 @@ class PooledPages:
     def _present(self, seq: Sequence, group: int, pages: int) -> bytes:
         """The HAS_ bits of the first pages in the pool."""
         found = self._cache.pool.pages
-        write = seq.request.tenancy.needs[group].recipe.write
-        other = seq.request.tenancy.other_format(group)
+        write = seq.request.namespace.needs[group].recipe.write
+        other = seq.request.namespace.other_format(group)
         keys = seq.page_keys(pages, self._page_tokens, group)
         bits = bytearray(HAS_WRITTEN if (key, write) in found else 0 for key in keys)
         if other is not None:
@@ -347,7 +347,7 @@ class PooledPages:
 
     def _choose(self, seq: Sequence, group: int, page: int, position: int) -> PageRecord | None:
         """The page in the pool for rows at `position`: as they want it, else as it can be used too."""
-        recipe = seq.request.tenancy.needs[group].recipe
+        recipe = seq.request.namespace.needs[group].recipe
         key = seq.page_key(page, self._page_tokens, group)
         for format in self._usable(seq, group, recipe.format_at(page, position, self._page_tokens)):
             record = self._cache.pool.get(key, format)
@@ -357,12 +357,12 @@ class PooledPages:
 
     def _usable(self, seq: Sequence, group: int, wanted: PageFormat) -> list[PageFormat]:
         """The formats that will do where one is wanted, best first."""
-        tenancy = seq.request.tenancy
+        namespace = seq.request.namespace
         formats = [wanted]
-        if tenancy.needs[group].recipe.write is not wanted:
-            formats.append(tenancy.needs[group].recipe.write)
-        other = tenancy.other_format(group)
-        if tenancy.needs[group].any_variant and other is not None and other is not wanted:
+        if namespace.needs[group].recipe.write is not wanted:
+            formats.append(namespace.needs[group].recipe.write)
+        other = namespace.other_format(group)
+        if namespace.needs[group].any_variant and other is not None and other is not wanted:
             formats.append(other)
         return formats
 
@@ -383,7 +383,7 @@ class PooledPages:
 
     def _extend(self, seq: Sequence, group: int, end: int, now: float) -> bool:
         """Add pages of its own up to page `end`; False when there is no room for all."""
-        pages, format = seq.groups[group], seq.request.tenancy.needs[group].recipe.write
+        pages, format = seq.groups[group], seq.request.namespace.needs[group].recipe.write
         for frame in self._cache.take(group, format, end - pages.num_pages, now):
             pages.put(pages.num_pages, frame, FORMAT_CODES[format])
             pages.num_pages += 1
@@ -391,7 +391,7 @@ class PooledPages:
 
     def _settle(self, seq: Sequence, group: int, now: float) -> bool:
         """Convert the pages that rows at its position want in the decayed format; False when there is no room."""
-        recipe, pages = seq.request.tenancy.needs[group].recipe, seq.groups[group]
+        recipe, pages = seq.request.namespace.needs[group].recipe, seq.groups[group]
         end = recipe.decay_end(seq.computed, self._page_tokens)
         if recipe.decayed is None or end <= pages.settled:
             return True
@@ -425,7 +425,7 @@ class PooledPages:
         if not taken:
             return None
         source = self._written_frame(seq, group, page)  # it may have moved
-        write = seq.request.tenancy.needs[group].recipe.write
+        write = seq.request.namespace.needs[group].recipe.write
         cache.frames.add_op(Convert(group, [source], write, [taken[0]], format))
         cache.converted_pages += 1
         if record is not None:
@@ -436,7 +436,7 @@ class PooledPages:
         return taken[0]
 
     def _written_frame(self, seq: Sequence, group: int, page: int) -> int:
-        write = seq.request.tenancy.needs[group].recipe.write
+        write = seq.request.namespace.needs[group].recipe.write
         if seq.load is not None and (group, page, write) in seq.load.parts:
             return seq.load.parts[group, page, write]
         return int(seq.groups[group].frames[page])
@@ -450,7 +450,7 @@ class PooledPages:
         record = self._cache.record(frame)
         if record is not None:
             prompt = (seq.request.prompt_tokens - 1) // self._page_tokens
-            recipe = seq.request.tenancy.needs[group].recipe
+            recipe = seq.request.namespace.needs[group].recipe
             wanted = recipe.format_at(page, prompt * self._page_tokens, self._page_tokens)
             is_start = page < prompt and wanted is recipe.write
             record.leaves = self._cache.can_save or not is_start
@@ -460,7 +460,7 @@ class PooledPages:
     def _is_put_off(self, seq: Sequence, page: int) -> bool:
         """The page isn't saved while the sequence goes on: a stream's, beyond its prompt."""
         is_prompt = (page + 1) * self._page_tokens <= seq.request.prompt_tokens
-        return seq.request.tenancy.is_stream and not is_prompt
+        return seq.request.namespace.is_stream and not is_prompt
 
     def _put_off_no_more(self, record: PageRecord) -> None:
         if record.is_put_off:
@@ -468,7 +468,7 @@ class PooledPages:
             self.due.append(record)
 
     def _seal_page(self, seq: Sequence, group: int, page: int, now: float) -> PageRecord | None:
-        write = seq.request.tenancy.needs[group].recipe.write
+        write = seq.request.namespace.needs[group].recipe.write
         own = int(seq.groups[group].frames[page])
         key = seq.page_key(page, self._page_tokens, group)
         record = self._new_record(seq, group, page, key, own, write, SaveState.DIRTY)
@@ -506,7 +506,7 @@ class PooledPages:
         format: PageFormat,
         save: SaveState,
     ) -> PageRecord:
-        tenancy, page_tokens = seq.request.tenancy, self._page_tokens
+        namespace, page_tokens = seq.request.namespace, self._page_tokens
         return PageRecord(
             frame=frame,
             group=group,
@@ -515,9 +515,9 @@ class PooledPages:
             key=key,
             tokens=seq.tokens[page * page_tokens : (page + 1) * page_tokens].tobytes(),
             parent=seq.parent_key(page, page_tokens, group),
-            root=tenancy.roots[group],
+            root=namespace.roots[group],
             tree=seq.tree,
-            tenant=tenancy.digest,
+            tenant=namespace.digest,
             content=b"" if page else seq.content(),
             depth=page,
             save=save,
@@ -537,8 +537,8 @@ class PooledPages:
 
     def _other_keys(self, seq: Sequence, group: int, pages: int, tokens: int) -> list[PageKey]:
         """The last `pages` keys, up to `tokens` tokens, under the root of exact requests; [] when there is none."""
-        tenancy = seq.request.tenancy
-        if not tenancy.other_roots:
+        namespace = seq.request.namespace
+        if not namespace.other_roots:
             return []
-        keys = seq.keys_under(tenancy.other_roots[group], tokens, self._page_tokens)
+        keys = seq.keys_under(namespace.other_roots[group], tokens, self._page_tokens)
         return keys[len(keys) - pages :]

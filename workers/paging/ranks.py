@@ -54,7 +54,7 @@ class Leaves(Candidates):
         assert self._partly.keys() <= self._aside.keys()
         assert self.aside_bytes == sum(nbytes for _, nbytes in self._aside.values())
 
-    def set_aside(self, victim: Victim, nbytes: int, *, is_all: bool = True) -> None:
+    def choose_to_evict(self, victim: Victim, nbytes: int, *, is_all: bool = True) -> None:
         """It, so many bytes, leaves next, unless it is used before. `is_all`: of its run; it may have been part of it."""
         self.discard(victim.row)
         if not is_all:
@@ -154,7 +154,7 @@ class Ranks:
             assert rank.used_bytes == used[id(rank)], "bytes of a tenant's cached pages"
 
     def _turn(self) -> list[Rank]:
-        """Those that something may leave of: while a tenant has more than its share, nobody else's pages."""
+        """Those that something may leave of: while a tenant has more than its share, nothing else's pages."""
         return self._over() or self._all
 
     def _over(self) -> list[Rank]:

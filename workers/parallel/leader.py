@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 Page = TypeVar("Page", LoadPage, SavePage)
 
 # Of a step. Kernels are compiled while the ranks load (workers/runner/warm_up.py), so what a step can still compile is rare. A leader that waits
-# counts as turning (see Pulse): the group names the rank that is stalled, whatever cluster.stalled_after_s is.
+# counts as turning (see Heartbeat): the group names the rank that is stalled, whatever cluster.stalled_after_s is.
 PATIENCE_S = 45.0
 _MEET_STEP_S = 0.1
 LOAD_S = 1800.0  # of large models' weights from a slow disk
@@ -290,7 +290,7 @@ class GroupCopies:
             job.error = "; ".join(failed.values())
             return
         for page in job.pages:
-            # Anew, of what was written: the padding of a page that came from elsewhere may have been another.
+            # Computed again, of what was written: the padding of a page that came from elsewhere may have been another.
             spec = page.spec
             page.checksum = page_checksum(page.key, spec.format.value, spec.digest, _payload(page))
             write_envelope(page)

@@ -1,8 +1,8 @@
 """The leader's end of a tensor parallel group: starts the other ranks, sends them the plan, hears their answers.
 
 A rank that dies, says that it can't go on, or doesn't answer in time breaks the group: the others are ended, so that
-nobody waits for them in a sum, and every call raises GroupBroken from then on. A group is never mended; its worker ends
-and is started anew.
+nothing waits for them in a sum, and every call raises GroupBroken from then on. A group is never mended; its worker ends
+and is restarted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvtier.workers.parallel.plan import (
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 1024
-BUFFER_BYTES = 4 << 20  # of a socket: a step of a large batch fits, so that sending it waits for nobody
+BUFFER_BYTES = 4 << 20  # of a socket: a step of a large batch fits, so that sending it waits for nothing
 LOOKS = 4  # of the watchdog in a group's patience
 EXIT_S = 10.0  # for ranks that were told to end
 
@@ -95,7 +95,7 @@ class GroupLink:
         self, ranks: int, *, patience_s: float, load_s: float, launch: Launch = launch_process
     ) -> None:
         self.abort: Callable[[], None] = lambda: None
-        self._patience_s = patience_s
+        self._poll_timeout_s = patience_s
         self._load_s = load_s
         # Guards numbering and the order of sends; taken before _changed, held for as long as a send takes.
         self._sending = threading.Lock()
@@ -141,7 +141,7 @@ class GroupLink:
         with self._sending:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: self._ledger.has_room or self._ledger.error, self._patience_s
+                    lambda: self._ledger.has_room or self._ledger.error, self._poll_timeout_s
                 ):
                     self._break("the plan is too far ahead of the ranks")
                 if self._ledger.error is not None:
@@ -255,7 +255,7 @@ class GroupLink:
                     self._break(f"rank {other.rank} can't go on: {message.reason}")
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._patience_s / LOOKS):
+        while not self._closing.wait(self._poll_timeout_s / LOOKS):
             with self._changed:
                 overdue = self._ledger.overdue(time.monotonic())
                 if overdue is not None and self._ledger.error is None:
@@ -269,7 +269,7 @@ class GroupLink:
             self._end_sums()
 
     def _end_sums(self) -> None:
-        """Nobody may wait for a rank: kill them, which closes what they are connected by."""
+        """Nothing may wait for a rank: kill them, which closes what they are connected by."""
         for other in self._ranks:
             other.child.kill()
         self._changed.notify_all()

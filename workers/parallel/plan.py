@@ -191,7 +191,7 @@ class Ledger:
         """`ranks`: those that steps go to."""
         self.error: str | None = None
         self._ranks = frozenset(ranks)
-        self._patience_s = patience_s
+        self._poll_timeout_s = patience_s
         self._next = 1
         self._unanswered: dict[int, _Unanswered] = {}
         self._wanted: set[int] = set()
@@ -203,7 +203,7 @@ class Ledger:
         return len(self._unanswered) < MAX_UNANSWERED
 
     def number(self, name: str, now: float, *, wanted: bool) -> int:
-        """The next step's number. `wanted`: somebody will `take` its result."""
+        """The next step's number. `wanted`: something will `take` its result."""
         number, self._next = self._next, self._next + 1
         self._unanswered[number] = _Unanswered(now, name, set(self._ranks))
         if wanted:
@@ -244,7 +244,7 @@ class Ledger:
     def overdue(self, now: float) -> str | None:
         """Who hasn't answered for too long, and what."""
         for number, step in self._unanswered.items():  # the oldest first
-            if now - step.sent_s > self._patience_s:
+            if now - step.sent_s > self._poll_timeout_s:
                 ranks = ", ".join(map(str, sorted(step.ranks)))
                 return (
                     f"rank {ranks} has not answered step {number} ({step.name}) for {now - step.sent_s:.1f} s"

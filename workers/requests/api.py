@@ -236,7 +236,7 @@ class Output:
     usage: Usage | None = None  # on the first output of index 0 (so far) and on each last one
     timings: Timings | None = None  # with the request's first one, and with each last one
     error: str | None = (
-        None  # with FinishReason.ERROR, and CANCELLED that nobody asked for: one readable sentence
+        None  # with FinishReason.ERROR, and CANCELLED that nothing asked for: one readable sentence
     )
     prompt_position: int = 0  # of the first of `prompt_logprobs` in the prompt
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens, on index 0 before its first token

@@ -52,7 +52,7 @@ _ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
+class Namespace:
     """Everything by which a request's pages are found, and what its rows need of them.
 
     There are one root and one entry of `needs` for each layer group. `tree` names what is cleared together: it changes
@@ -91,7 +91,7 @@ class Tenancy:
         return self.needs[group].recipe.decayed or self.lossy_format
 
 
-class Stretch(NamedTuple):
+class EvictedSpan(NamedTuple):
     """Pages [start, end) of a chain left L1 at `evicted_s`; `text` is what the policy thought of them."""
 
     start: int
@@ -125,6 +125,7 @@ class Request:
         "load_s",
         "lookups",
         "misses",
+        "namespace",
         "number",
         "preemptions",
         "prompt_tokens",
@@ -133,7 +134,6 @@ class Request:
         "started_s",
         "submitted_s",
         "submitted_wall_s",
-        "tenancy",
         "turn",
         "unfinished",
         "usage",
@@ -143,14 +143,14 @@ class Request:
         self,
         spec: EngineRequest,
         number: int,
-        tenancy: Tenancy,
+        namespace: Namespace,
         now: float,
         wall_now: float,
         turn: int = 0,
     ) -> None:
         self.spec = spec
         self.number = number
-        self.tenancy = tenancy
+        self.namespace = namespace
         self.prompt_tokens = len(spec.token_ids)
         self.hits: list[Hit] = []
         self.lookups: dict[TierName, int] = {}  # prompt tokens looked for in each tier
@@ -167,7 +167,7 @@ class Request:
         self.first_token_s: float | None = None
         self.load_s = 0.0
         self.turn = turn  # of its session, from 1; 0: not told
-        self.evicted: list[Stretch] = []  # of its prompt's pages, those that had been in L1 before
+        self.evicted: list[EvictedSpan] = []  # of its prompt's pages, those that had been in L1 before
 
     def looked(self, tier: TierName, tokens: int) -> None:
         """Count a lookup of `tokens` prompt tokens in a tier, once per request and tier."""
@@ -472,7 +472,7 @@ class Sequence:
         max_context: int,
     ) -> None:
         sampling = request.spec.sampling
-        tenancy = request.tenancy
+        namespace = request.namespace
         self.max_length = min(request.prompt_tokens + sampling.max_tokens, max_context)
         self.request = request
         self.index = index
@@ -487,16 +487,16 @@ class Sequence:
         self.computed = 0
         # The last token sampled is never computed, so it needs no place in a page.
         self.final_tokens = max(request.prompt_tokens, self.max_length - 1)
-        self.is_plain = tenancy.is_plain
+        self.is_plain = namespace.is_plain
         self.groups = [
             SequencePages(root, -(-room // page_tokens), need.window.sink_pages(page_tokens), self.is_plain)
-            for root, need in zip(tenancy.roots, tenancy.needs, strict=True)
+            for root, need in zip(namespace.roots, namespace.needs, strict=True)
         ]
         self.num_cached = 0
         self.stored_pages = 0  # the first so many pages of its chain are known to the node
         self.head_tokens = 0  # of the page behind the cached ones, that L1 could give when it was last asked
         self.path: Path | None = None
-        self.tree = tenancy.tree  # where its pages go, as of its last admission
+        self.tree = namespace.tree  # where its pages go, as of its last admission
         self.stop_ids = frozenset(sampling.stop_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
@@ -614,7 +614,7 @@ class Sequence:
     def used_keys(self, pages: int, page_tokens: int) -> list[PageKey]:
         """Keys of the first group's first `pages` full pages; of a stream's, which are without end, those it holds."""
         keys = self.page_keys(pages, page_tokens)
-        if not self.request.tenancy.is_stream:
+        if not self.request.namespace.is_stream:
             return keys
         return [keys[page] for page in self.groups[0].held(0, pages)]
 
@@ -632,18 +632,18 @@ class Sequence:
         parent = PageKey(self.parent_key(full, page_tokens, group))
         tail = self.tokens[full * page_tokens : tokens]
         assert 0 < len(tail) < page_tokens
-        salt = self.request.tenancy.salt
+        salt = self.request.namespace.salt
         (key,) = page_keys(parent, salt, tail, page_tokens, include_partial=True)
         return key
 
     def keys_under(self, root: RootKey, tokens: int, page_tokens: int) -> list[PageKey]:
         """Keys that its first so many tokens have under another root, a partial page's too."""
-        salt = self.request.tenancy.salt
+        salt = self.request.namespace.salt
         return page_keys(root, salt, self.tokens[:tokens], page_tokens, include_partial=True)
 
     def content(self) -> bytes:
         """What its tokens are recognised by whatever their identity."""
-        return content_digest(self.request.tenancy.salt, self.tokens[: self.length])
+        return content_digest(self.request.namespace.salt, self.tokens[: self.length])
 
     def _keys(self, pages: int, page_tokens: int, group: int) -> list[PageKey]:
         keys = self.groups[group].keys
@@ -651,5 +651,5 @@ class Sequence:
         if pages > known:
             parent = keys[-1] if keys else self.groups[group].root
             tokens = self.tokens[known * page_tokens : pages * page_tokens]
-            keys += page_keys(parent, self.request.tenancy.salt, tokens, page_tokens)
+            keys += page_keys(parent, self.request.namespace.salt, tokens, page_tokens)
         return keys

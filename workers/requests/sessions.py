@@ -8,7 +8,7 @@ SESSIONS = 65536  # about 8 MB
 
 
 class Turns:
-    """Owned by the step loop. At most `most` sessions; those heard of longest ago are forgotten first, and begin anew."""
+    """Owned by the step loop. At most `most` sessions; those heard of longest ago are forgotten first, and start over."""
 
     def __init__(self, most: int = SESSIONS) -> None:
         self._most = most

@@ -159,7 +159,7 @@ class ModelRunner(Protocol):
         targets: IntArray,
         target_format: PageFormat,
     ) -> None:
-        """Write whole pages of one format anew in another, in other frames."""
+        """Rewrite whole pages of one format in another, in other frames."""
 
 
 def load_runner(
@@ -609,7 +609,7 @@ class Runner:
         targets: IntArray,
         target_format: PageFormat,
     ) -> None:
-        """Write whole pages of one format anew in another, in other frames; all layers of the group."""
+        """Rewrite whole pages of one format in another, in other frames; all layers of the group."""
         with torch.inference_mode():
             self._kernels.convert_pages(
                 self.arena,

@@ -5,10 +5,10 @@ is free and nothing can be evicted, the running sequence with the lowest score i
 held there for it, and it queues up again at its place by arrival.
 
 Why this can't live-lock: the oldest running sequence is never a victim, so it goes on to its end; a request that
-couldn't fit alone was never accepted; and while the head of the queue waits for room, nobody behind it gets any. Where
+couldn't fit alone was never accepted; and while the head of the queue waits for room, nothing behind it gets any. Where
 pages have several sizes, what is free of one comes to another by moving pages together, some in each step.
 
-Why nobody starves: the queue is by arrival, so who was preempted comes before all who arrived later. One that was
+Why nothing starves: the queue is by arrival, so who was preempted comes before all who arrived later. One that was
 preempted SPARED_AFTER times is a victim only where all others that may be are such too, and none of them is younger.
 """
 
@@ -27,7 +27,7 @@ from kvtier.workers.paging.frames import Op, PageRecord, SaveState
 from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.api import EngineRequest, FinishReason
 from kvtier.workers.requests.output_length import Expected
-from kvtier.workers.requests.sequence import Load, Request, Sequence, SequenceState, Tenancy
+from kvtier.workers.requests.sequence import Load, Namespace, Request, Sequence, SequenceState
 
 # Of a running sequence's score, of which the lowest is preempted. recency: more keeps those that made progress last, so
 # a stalled one goes. memory: more (negative) lets those with many pages go, which frees most at once. remaining: more
@@ -148,7 +148,7 @@ class Scheduler:
         self,
         spec: EngineRequest,
         number: int,
-        tenancy: Tenancy,
+        namespace: Namespace,
         longest: int,
         *,
         submitted_s: float,
@@ -160,7 +160,7 @@ class Scheduler:
         Sequences that are resumed begin at once, each with the tokens that it has; else the others follow the first one,
         see `siblings`.
         """
-        request = Request(spec, number, tenancy, submitted_s, wall_s, turn)
+        request = Request(spec, number, namespace, submitted_s, wall_s, turn)
         for index in range(spec.sampling.n) if spec.is_resumed else range(1):
             if index not in spec.ended:
                 self.add(self._new_sequence(request, index, longest))
@@ -350,7 +350,7 @@ class Scheduler:
         waiting = self.waiting[: self.max_sequences - len(self.active)]
         for seq in (*self.active, *waiting):
             self.table.add_missing(missing, seq, self._tokens_soon(seq), self.max_batch_tokens)
-            for group, need in enumerate(seq.request.tenancy.needs):
+            for group, need in enumerate(seq.request.namespace.needs):
                 missing[self.table.size_of(group, need.recipe.write)] += 1
         return missing
 
@@ -364,7 +364,7 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.num_held == 0 and seq.path is None, f"queued sequence {seq.number} holds pages"
         for key, seq in self.claims.items():
-            assert seq in self.active and key in seq.groups[0].keys, "a claim of nobody"
+            assert seq in self.active and key in seq.groups[0].keys, "a claim of nothing"
 
     # Admission
 
@@ -411,7 +411,7 @@ class Scheduler:
         self.table.add_missing(missing, seq, self._tokens_soon(seq), self.max_batch_tokens)
         for other in self.active:
             self.table.add_missing(missing, other, self._tokens_soon(other), self.max_batch_tokens)
-            for group, need in enumerate(other.request.tenancy.needs):
+            for group, need in enumerate(other.request.namespace.needs):
                 missing[self.table.size_of(group, need.recipe.write)] += 1
         if self.table.has_room(missing):
             return True
@@ -564,7 +564,7 @@ class Scheduler:
             record = self.table.record(frame)
             if depth < full and (record is None or record.save is not SaveState.DIRTY):
                 continue
-            format = victim.request.tenancy.needs[group].recipe.write if record is None else record.format
+            format = victim.request.namespace.needs[group].recipe.write if record is None else record.format
             if not slots.take(self.table.groups[group][format]):
                 return pages
             if record is not None:
@@ -592,7 +592,7 @@ class Scheduler:
         seq.claimed = range(seq.num_cached, pages)
 
     def _drop_claims(self, seq: Sequence, upto: int) -> None:
-        """Pages before `upto` are cached, or will not come: nobody waits for them any more."""
+        """Pages before `upto` are cached, or will not come: nothing waits for them any more."""
         if not seq.claimed:
             return
         keys = seq.groups[0].keys
@@ -623,7 +623,7 @@ def _age(seq: Sequence) -> int:
 
 def _rows_alike(seq: Sequence) -> int:
     """Rows from the sequence's position on that see pages in the same formats."""
-    return min(need.recipe.rows_until_decay(seq.computed) for need in seq.request.tenancy.needs)
+    return min(need.recipe.rows_until_decay(seq.computed) for need in seq.request.namespace.needs)
 
 
 def _tiers(load: Load, pages: int) -> list[TierName]:

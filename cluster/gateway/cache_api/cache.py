@@ -87,7 +87,7 @@ class _Owner:
     lose: Callable[[str], None]  # with the reason
 
 
-class CacheVerbs:
+class CacheApi:
     """Owned by the gateway's event loop. `salts` are the tenants' secrets from the configuration."""
 
     def __init__(
@@ -112,7 +112,7 @@ class CacheVerbs:
     async def stats(self) -> cache_pb2.StatsReply:
         """All counters, added up over the owners there are and were.
 
-        Of an owner that died or started anew it knows what the last call of this method saw. Raises Refusal unless
+        Of an owner that died or restarted it knows what the last call of this method saw. Raises Refusal unless
         every living owner answers: without one of them the sum would be too small.
         """
         return await self._stats.answer()
@@ -201,7 +201,7 @@ class CacheVerbs:
         return next(filter(None, await together(map(ask, workers))), None)
 
     def _lose_replaced(self) -> None:
-        """Of a worker that was taken out or started anew, what it counted before stays in the sum."""
+        """Of a worker that was taken out or restarted, what it counted before stays in the sum."""
         for worker_id, worker in list(self._counted.items()):
             if self._core.workers.get(worker_id) is not worker:
                 self._ledger.lose(worker_id)
@@ -336,7 +336,7 @@ class CacheVerbs:
         )
 
     async def attach_node(self, node: Node, limit_s: float = WORK_S) -> None:
-        """It is there, new or started anew, and has applied the clears that it missed when this returns.
+        """It is there, new or restarted, and has applied the clears that it missed when this returns.
 
         Raises Silence, OwnerDown and Refusal; it answers no lookup then.
         """

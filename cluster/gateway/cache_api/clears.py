@@ -188,7 +188,7 @@ class Clearer:
                 log.warning("%s has not applied a clear yet: %s", one.part, error)
 
     def close(self) -> None:
-        """Tell nobody any more."""
+        """Tell nothing any more."""
         for task in self._behind.values():
             task.cancel()
 

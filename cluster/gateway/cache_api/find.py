@@ -32,7 +32,7 @@ class Alike:
     is_cut: bool
 
     def whole(self) -> str | None:
-        """The key that is meant; None where nobody holds one. Raises Refusal where several may be."""
+        """The key that is meant; None where nothing holds one. Raises Refusal where several may be."""
         if len(self.keys) < 2:
             return self.keys[0] if self.keys else None
         shown = ", ".join(key[: max(SHOWN_DIGITS, len(self.head) + 4)] for key in self.keys[:SHOWN_ALIKE])
@@ -97,7 +97,7 @@ def parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 
 def held_first(answers: Iterable[Sequence[HeldKeys]], num_keys: int) -> list[tuple[list[str], list[str]]]:
-    """Of the first keys, up to one that nobody holds: the tiers that do, L1 first, and the variants, by name."""
+    """Of the first keys, up to one that nothing holds: the tiers that do, L1 first, and the variants, by name."""
     marks: dict[tuple[str, str], Marks] = {}
     for answer in answers:
         for held in answer:

@@ -23,7 +23,7 @@ class PartState:
 
 
 class PartStates:
-    """What the gateway is to be told: of exchanges how they are, of the others only that they stand still."""
+    """What the gateway is to be told: of exchanges how they are, of the others only that they stall."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self._members = list(members)
@@ -36,7 +36,7 @@ class PartStates:
         wrong: Mapping[str, str | None],
         now_s: float,
     ) -> list[PartState]:
-        """`living` are the processes of the parts that live, `stalled` for how long parts stand still, and `wrong` what
+        """`living` are the processes of the parts that live, `stalled` for how long parts stall, and `wrong` what
         exchanges say that is wrong with them, None for nothing. `now_s` is Unix time."""
         found = []
         for member in self._members:
@@ -65,7 +65,7 @@ def _health(
     wrong: Mapping[str, str | None],
 ) -> tuple[str, str]:
     if name not in living:
-        return DEAD, "its process ended, and it is made anew"
+        return DEAD, "its process ended, and it is restarted"
     if name in stalled:
         return STALLED, "its process lives, and its loop doesn't turn"
     said = wrong.get(name)

@@ -21,13 +21,15 @@ from kvtier.workers.requests.api import Output, WorkerInfo
 
 Stage = Literal["prefill", "decode"]
 
-STALLED_LOOKS = 5  # in a row that found nothing heard of a worker, which says something in every pulse.TURN_S
+STALLED_LOOKS = (
+    5  # in a row that found nothing heard of a worker, which says something in every heartbeat.TURN_S
+)
 
 
 class Worker:
     """A worker as the gateway sees it: one life of it. `streams` are by the ids that they have there.
 
-    Workers says whether it is down or stands still.
+    Workers says whether it is down or is stalled.
     """
 
     def __init__(self, info: WorkerInfo, port: WorkerPort, load: Load) -> None:
@@ -106,7 +108,7 @@ class Workers:
         self._speed = Speed(Costs.of_pages(page_bytes))
         self._choices = 0
         self._able: dict[tuple[Stage | None, bool], IntArray] = {}  # see _rows
-        self._max_context: int | None = None  # None: somebody came or went
+        self._max_context: int | None = None  # None: something came or went
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -139,7 +141,7 @@ class Workers:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of a sequence that each of them can hold; None where there is nobody."""
+        """Tokens of a sequence that each of them can hold; None where there is nothing."""
         if self._max_context is None:
             self._max_context = min((worker.info.max_context for worker in self), default=None)
         return self._max_context
@@ -155,7 +157,7 @@ class Workers:
         return any(worker.down is None for worker in self)
 
     def able(self, stream: Stream, left: Worker) -> set[str]:
-        """Ids of those with room for a stream that has left a worker; those that stand still only where all do."""
+        """Ids of those with room for a stream that has left a worker; those that stall only where all do."""
         there = [one for one in self if one.down is None and one is not left]
         there = [one for one in there if not one.is_stalled] or there
         most = self._max_sequences - _sequences(stream)
@@ -167,9 +169,9 @@ class Workers:
         self._able.clear()
 
     def look(self) -> list[Worker]:
-        """Once in pulse.TURN_S: who stands still since this look.
+        """Once in heartbeat.TURN_S: who is stalled since this look.
 
-        Looks are counted, and no time is measured: a gateway that stood still itself takes nobody else to have done so.
+        Looks are counted, and no time is measured: a gateway that was stalled itself takes nothing else to have done so.
         """
         there = [worker for worker in self if worker.down is None]
         for worker in there:
@@ -180,7 +182,7 @@ class Workers:
         return stalled
 
     def hear(self, worker: Worker) -> bool:
-        """It has said something, be it nothing; whether it stood still before."""
+        """It has said something, be it nothing; whether it was stalled before."""
         was_stalled = worker.is_stalled
         worker.unheard = 0
         if was_stalled:
@@ -211,7 +213,7 @@ class Workers:
         """The worker for a stream's next attempt. Raises Refusal where there is none, or none that has room.
 
         `wanted` is the id of one that must take it, `avoid` are ids of those that must not. What has begun goes on at
-        whoever can; one that stands still gets only what nobody else can take.
+        those that can; one that is stalled gets only what nothing else can take.
         """
         stage = _stage(stream, page_tokens)
         if wanted:
@@ -248,7 +250,7 @@ class Workers:
             self._speed.measure(output.usage.computed_tokens, output.timings.prefill / 1e3)
 
     def _groups(self, stage: Stage, avoid: Collection[str], *, any_role: bool) -> Iterator[IntArray]:
-        """Rows of those that may take it, the best ones first. Where nobody has the role, any worker can do both."""
+        """Rows of those that may take it, the best ones first. Where nothing has the role, any worker can do both."""
         for is_awake in (True, False):
             able = self._rows(stage, is_awake, avoid)
             if len(able):
@@ -259,7 +261,7 @@ class Workers:
                     yield others
 
     def _rows(self, stage: Stage | None, is_awake: bool, avoid: Collection[str]) -> IntArray:
-        """Of those that are not down; whose role it is; and, with `is_awake`, don't stand still."""
+        """Of those that are not down; whose role it is; and, with `is_awake`, don't stall."""
         rows = self._able.get((stage, is_awake))
         if rows is None:
             found = (
@@ -279,7 +281,7 @@ class Workers:
             yield rows[self._fleet.counts[1, rows] + sequences <= self._max_sequences]
 
     def _can_decode(self, prefiller: Worker) -> bool:
-        """Somebody else whose role that is doesn't stand still."""
+        """Another whose role that is doesn't stall."""
         return len(self._rows("decode", True, {prefiller.info.worker_id})) > 0
 
 

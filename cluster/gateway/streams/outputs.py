@@ -53,7 +53,7 @@ class OutputReceiver:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def expect(self, worker_id: str) -> None:
-        """A worker, new or anew, may connect once. The connection that one of its id has ends without a word."""
+        """A worker, new or restarted, may connect once. The connection that one of its id has ends without a word."""
         self.forget(worker_id)
         self._missing[worker_id] = asyncio.Event()
 
@@ -80,7 +80,7 @@ class OutputReceiver:
         return worker_id in self._current
 
     def close(self) -> None:
-        """Take nothing more; the workers' ends close. Nobody is reported lost."""
+        """Take nothing more; the workers' ends close. Nothing is reported lost."""
         self._on_lost = lambda worker_id, reason: None
         if self._server is not None:
             self._server.close()

@@ -195,7 +195,7 @@ class Stream:
 
     @property
     def is_abandoned(self) -> bool:
-        """Nobody drains it any more."""
+        """Nothing drains it any more."""
         return self._is_abandoned
 
     @property
@@ -309,7 +309,7 @@ class Stream:
         self._news.set()
 
     def abandon(self) -> None:
-        """Nobody drains it any more; from now on it only counts the worker's last words."""
+        """Nothing drains it any more; from now on it only counts the worker's last words."""
         self._is_abandoned = True
 
     def conclude(self) -> None:
@@ -318,7 +318,7 @@ class Stream:
         self._news.set()
 
     async def wait_over(self) -> None:
-        """Until the worker has said its last word; for a stream nobody drains."""
+        """Until the worker has said its last word; for a stream nothing drains."""
         while not self.is_over_at_worker:
             await self._news.wait()
             self._news.clear()

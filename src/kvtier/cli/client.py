@@ -262,7 +262,7 @@ class Client:
 
     def lookup(self, prompt: Prompt, *, tenant: str = "") -> dict[str, Any]:
         """{"prompt_tokens", "pages": [{"key", "start", "end", "tiers": [..], "variants": [..]}]}: which pages of a
-        prompt are held where and in which formats, up to the first that nobody holds."""
+        prompt are held where and in which formats, up to the first that nothing holds."""
         request = _message(cache_pb2.LookupRequest, tenant=tenant, **_prompt(prompt))
         reply = self._call(self._cache.Lookup, request)
         return {"prompt_tokens": reply.prompt_tokens, "pages": [_plain(page) for page in reply.pages]}

@@ -25,7 +25,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from kvtier.cluster.config.deployment import Config
 
-_PIPE_COLUMNS = 160  # nobody resizes a pipe, so tables get room there
+_PIPE_COLUMNS = 160  # nothing resizes a pipe, so tables get room there
 
 # Control characters of values, which would move the cursor or worse; lines may break.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -141,7 +141,7 @@ def default_config() -> Path:
 class Steps:
     """Shows how far long work is: a bar or a spinner on a terminal, a line per step elsewhere. Call it with each step.
 
-    Calls with the same step update it; `close` ends the last step, and the next call begins anew.
+    Calls with the same step update it; `close` ends the last step, and the next call starts over.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ _OVERRIDES = (
     "cache.load_deadline_ms=60000",
 )
 _STORY = (
-    ("Nobody has sent this prompt before: all of it is computed. The next two find it in L1.", "AAA"),
+    ("Nothing has sent this prompt before: all of it is computed. The next two find it in L1.", "AAA"),
     (
         "Two other teams: what was used least recently, A's prompt, sinks out of L1. It comes back from L3.",
         "BCA",

@@ -176,7 +176,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _default_sizes(trace: Trace) -> list[int]:
-    """Two digits are enough for a size that nobody chose."""
+    """Two digits are enough for a size that nothing chose."""
     sizes = set()
     for part in _PARTS:
         exact = max(1, trace.distinct_pages // part)

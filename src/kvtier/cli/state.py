@@ -120,7 +120,7 @@ class StateFolder:
     def take_output(self) -> None:
         """What this process prints goes to a new log from now on; the one before it is kept as up.log.1.
 
-        For whoever has the claim: another one would take a running deployment's log away.
+        For the holder of the claim: another one would take a running deployment's log away.
         """
         assert self._held
         if self.log.exists():
@@ -147,7 +147,7 @@ class StateFolder:
         return said
 
     def killed(self) -> Deployment | None:
-        """The record of a deployment whose supervisor was killed, and that nobody has cleaned up after."""
+        """The record of a deployment whose supervisor was killed, and that nothing has cleaned up after."""
         return None if self.is_alive() else self.read()
 
     def running(self) -> Deployment | None:

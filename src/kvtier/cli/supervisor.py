@@ -87,7 +87,7 @@ class Supervisor:
     def run(self) -> None:
         """Start, wait, stop. CliError when it can't be started or can't serve; KeyboardInterrupt when a signal came
         before it was ready."""
-        self._catch_signals()  # a record that nobody removes must not be written first
+        self._catch_signals()  # a record that nothing removes must not be written first
         self._claim()
         failed = True
         try:
@@ -203,7 +203,7 @@ class Supervisor:
             self._notice(f"{error}; plain torch serves instead, slower")
 
     def _wait(self) -> None:
-        """Until a signal; CliError when nobody is left to serve."""
+        """Until a signal; CliError when nothing is left to serve."""
         assert self._launched is not None
         while not self._signals:
             select.select([self._woken], [], [], _WATCH_S)
@@ -212,7 +212,7 @@ class Supervisor:
                 self._notice(line)
             if reason := self._launched.hopeless():
                 raise CliError(self._with_logs(f"{reason}, so everything was stopped"))
-            if lines:  # whoever cleans up after us must know the processes that are new
+            if lines:  # a later cleanup must know the processes that are new
                 self._record.processes = list(self._started())
                 self._write()
 

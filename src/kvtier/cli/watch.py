@@ -109,7 +109,7 @@ def stats(
     """Hits by tier, what moved between tiers, how full they are, what quantized pages save, and how pages are chosen to leave.
 
     "Used" is all that a tier has given out, "in pages" what the pages held take, and "unquantized" what the same pages
-    would take in the model's own numbers. "Converted" pages were written anew in another format; those that "left window"
+    would take in the model's own numbers. "Converted" pages were rewritten in another format; those that "left window"
     are no longer attended by the stream that made them. "Guard fell back" counts how often `cache.policy` found less than
     lru would and lru took over; pages "not written" to a tier would take longer to load from there than to compute.
 

@@ -183,7 +183,7 @@ class Invariants:
                             "an abandoned load is waited for"
                         )
                     elif isinstance(load, Saving):
-                        assert self._in_flight.savings.get(load.id) is load, "what nobody saves is waited for"
+                        assert self._in_flight.saves.get(load.id) is load, "what nothing saves is waited for"
                     else:
                         assert load.page.load is load
         readers.update(write.copy for write in self._in_flight.writes.values())
@@ -213,12 +213,13 @@ class Invariants:
         assert self._in_flight.write_bytes == sum(
             write.page.slot_bytes for write in self._in_flight.writes.values()
         )
-        rising = [copy for copy in self._residency.copies.values() if copy.rises]
-        assert self._in_flight.rising_bytes == sum(copy.page.slot_bytes for copy in rising)
+        rising = [copy for copy in self._residency.copies.values() if copy.promoting]
+        assert self._in_flight.promoting_bytes == sum(copy.page.slot_bytes for copy in rising)
         assert all(copy.leases for copy in rising), "a page that was copied still rises"
         assert (
             len(self._in_flight.reads) <= 1
-            or self._in_flight.read_bytes + self._in_flight.rising_bytes <= self._in_flight.max_rising_bytes
+            or self._in_flight.read_bytes + self._in_flight.promoting_bytes
+            <= self._in_flight.max_promoting_bytes
         )
         assert (
             len(self._in_flight.writes) <= 1 or self._in_flight.write_bytes <= self._in_flight.max_write_bytes
@@ -248,7 +249,7 @@ class Invariants:
         assert len(self._in_flight.writing) == len(self._in_flight.writes)
         for page in self._in_flight.to_write:
             assert page.host is not None and page.ssd is None and self._tables.pages[page.id] is page
-            assert self._tables.sinks(page)
+            assert self._tables.goes_to_l4(page)
 
     def _check_fetches(self) -> None:
         """What is to come from other nodes isn't here, is waited for while it is queued, and is one exchange's to bring."""
@@ -257,7 +258,7 @@ class Invariants:
         assert self._tables.num_exchanges == sum(worker.is_exchange for worker in self._tables.live())
         assert exchange is None or (self._tables.workers[exchange.ref] is exchange and not exchange.fenced)
         assert exchange is not None or not self._in_flight.fetches.queued, (
-            "pages are queued that nobody can fetch"
+            "pages are queued that nothing can fetch"
         )
         for fetch in self._in_flight.fetches.running.values():
             assert self._tables.workers[fetch.exchange.ref] is fetch.exchange and fetch.exchange.is_exchange
@@ -270,8 +271,8 @@ class Invariants:
 
     def _check_savings(self) -> None:
         """What workers are to save is nowhere here, an exchange waits for it, and one of those asked may answer still."""
-        assert len(self._in_flight.savings) <= self._tables.limits.savings
-        for page_id, saving in self._in_flight.savings.items():
+        assert len(self._in_flight.saves) <= self._tables.limits.saves
+        for page_id, saving in self._in_flight.saves.items():
             assert saving.id == page_id and page_id not in self._tables.pages and saving.waiters
             assert saving.asked and not self._tables.draining
             for worker in saving.asked:
@@ -413,7 +414,7 @@ class Invariants:
             assert not any(self._has_victim(size, owner) for size in self._eviction.order_sizes)
 
     def _check_superseded(self) -> None:
-        """What goes first has a page made from it here, and waits for L4 only while somebody reads it."""
+        """What goes first has a page made from it here, and waits for L4 only while something reads it."""
         originals = {self._tables.original(page) for page in self._tables.pages.values()}
         for page in self._tables.pages.values():
             if page.superseded:

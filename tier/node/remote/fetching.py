@@ -38,7 +38,7 @@ from kvtier.tier.stats import FetchCounters, TierCounters
 EXCHANGE = "exchange:"  # before the node's id: the worker_id of its own exchange
 PATIENCE = 2.0  # a Fetch is waited for at most so many times its deadline
 MUCH_LONGER = 2.0  # than computing: below that what was measured may be chance
-CANCEL_S = 1.0  # until a cancelled Fetch is over: its exchange stands still where it takes longer
+CANCEL_S = 1.0  # until a cancelled Fetch is over: its exchange is stalled where it takes longer
 # Why a page may not be had of the other node, which is no fault of that: the hint was wrong, or its worker is busy.
 MISSES = frozenset(
     ("never_stored", "evicted", "lost", "identity_differs", "variant", "cleared", "cache_off", "unsaved")
@@ -94,7 +94,7 @@ class RemoteFetches:
         )
 
     def exchange_went(self, worker: Worker) -> None:
-        """It is heard no more: nobody waits for what it was to fetch. The slots it had are its own until it is gone."""
+        """It is heard no more: nothing waits for what it was to fetch. The slots it had are its own until it is gone."""
         if self._tables.exchange is not worker:
             return
         self._tables.exchange = None
@@ -164,9 +164,9 @@ class RemoteFetches:
     # ---- other node -> L3 ------------------------------------------------------------------------------------------
 
     def end_late_fetches(self) -> None:
-        """Nobody waits for what nobody wants, or what takes too long."""
+        """Nothing waits for what nothing wants, or what takes too long."""
         for fetch in self._in_flight.fetches.take_unwanted():
-            self._abandon(fetch, "load_failed", "nobody waits for it")
+            self._abandon(fetch, "load_failed", "nothing waits for it")
         for fetch in list(self._in_flight.fetches.running.values()):
             if self._tables.now > fetch.late_at and not fetch.is_cancelled:
                 fetch.peer.failed_at = self._tables.now

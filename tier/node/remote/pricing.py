@@ -19,7 +19,7 @@ MAX_SOURCES = 4  # nodes that one Locate weighs; hints name the best first, and 
 COPIED_LAST_BYTES = (
     2 * 2**20
 )  # that are copied to L1 behind all loads: what comes at once, a frame of a transfer
-LATE = "this node's exchange stands still: it owes an answer"
+LATE = "this node's exchange is stalled: it owes an answer"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Pricing:
         self._tables, self._in_flight, self._frames = tables, in_flight, frames
 
     def cheapest(self, worker: Worker, message: Locate, lookup: Lookup) -> tuple[Hit, Missing | None]:
-        """The prefix of a simple chain that is there soonest; why it is no longer, unless nobody has more."""
+        """The prefix of a simple chain that is there soonest; why it is no longer, unless nothing has more."""
         first, offers = message.first_page, self._offers(worker, message, lookup)
         row = self._row(worker, message, lookup, offers)
         compute = compute_of(message)
@@ -114,7 +114,7 @@ class Pricing:
         return offers
 
     def is_exchange_late(self) -> bool:
-        """It should have ended one of its fetches by now, whether anybody waits for it or not."""
+        """It should have ended one of its fetches by now, whether anything waits for it or not."""
         return any(
             self._tables.now > fetch.late_at and fetch.exchange is self._tables.exchange
             for fetch in self._in_flight.fetches.running.values()

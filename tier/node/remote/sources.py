@@ -77,7 +77,7 @@ class Prices:
 class Refused:
     """Loading the next pages too, by `way`, was not worth it: `load_s` more for what takes `compute_s`.
 
-    `is_late`: it would take longer than anybody waits.
+    `is_late`: it would take longer than anything waits.
     """
 
     way: int
@@ -161,7 +161,7 @@ def _soonest(
 
 
 def _in_time(prices: Prices, number: int, asked: int, pages: int) -> int:
-    """How many of so many pages a way brings, behind those asked of it, before nobody waits any more."""
+    """How many of so many pages a way brings, behind those asked of it, before nothing waits any more."""
     way = prices.ways[number]
     time_s = prices.patience_s - prices.batch * prices.copy_s - way.start_s
     if asked * way.page_s > time_s:

@@ -46,25 +46,25 @@ class Demotion:
 
     # ---- whose turn it is --------------------------------------------------------------------------------------
 
-    def pump_sinking(self) -> bool:
+    def pump_demotions(self) -> bool:
         """Let as many pages begin to leave as there must be slots to come; whether any did."""
         if not self._tables.demotes or self._tables.quiesced:
             return False
         begun = False
         for owner in self._tables.shares.over(TierName.HOST):
-            self._sink_excess(owner)
+            self._demote_excess(owner)
         for size in self._eviction.order_sizes:
             groups = self._eviction.orders_at(size)
             wanted = max(
                 1, self._tables.slots.used_slots(size) // READY_SHARE
             ) - self._tables.slots.free_slots(size)
             ready = sum(map(_num_ready, groups)) if wanted > 0 else 0
-            while wanted > ready and self._sink_lowest(groups):
+            while wanted > ready and self._demote_lowest(groups):
                 ready += 1
                 begun = True
         return begun
 
-    def _sink_excess(self, owner: bytes) -> None:
+    def _demote_excess(self, owner: bytes) -> None:
         """Let as much of an owner's pages begin to leave as it is over its share."""
         sizes = {
             size: orders
@@ -73,17 +73,17 @@ class Demotion:
         }
         excess = self._tables.shares.excess(TierName.HOST, owner)
         while excess > sum(size * _num_ready(orders) for size, orders in sizes.items()):
-            if not self._sink_lowest(list(sizes.values())):
+            if not self._demote_lowest(list(sizes.values())):
                 return
 
-    def _sink_lowest(self, groups: list[list[Order[Page]]]) -> bool:
+    def _demote_lowest(self, groups: list[list[Order[Page]]]) -> bool:
         """The page that is worth least begins to leave; False where there is none.
 
         Demoting needs no order among the pages of a chain, as they can still be found; dropping takes leaves.
         """
         leaf = self._lowest_staying(groups, HostRank.LEAF)
         inner = self._lowest_staying(groups, HostRank.INNER)
-        if leaf is not None and inner is not None and not self._tables.sinks(inner):
+        if leaf is not None and inner is not None and not self._tables.goes_to_l4(inner):
             inner = None
         page = self._eviction.lowest([page for page in (leaf, inner) if page is not None])
         if page is None:

@@ -22,7 +22,7 @@ class L3Room:
 
     A size takes its room from its own pages that are worth least, or from a segment of another size all of whose pages
     are worth less. Where it has no pages to give up, it lets a segment of another size run empty: one at a time, and
-    only while somebody waits for it. While a tenant is over its share, its pages go first.
+    only while something waits for it. While a tenant is over its share, its pages go first.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class L3Room:
         return True
 
     def _begin_emptying(self, size: int) -> bool:
-        """Where no slot of this size will come back by itself: let a segment of another size run empty.
+        """Start draining the segment of another size that holds the lowest-ranked page. Returns True if one may be free now.
 
-        The one whose lowest page is the lowest, else any; one at a time. Whether it may be empty already.
+        Only where no slot of this size comes back by itself, and one segment at a time.
         """
         if self._emptying is not None or self._tables.slots.passing_slots(size) > 0:
             return False
@@ -236,7 +236,7 @@ class L3Room:
         self.has_emptied = True
 
     def pump_emptying(self) -> None:
-        """Evict what may go from the segment, and give up when nobody waits for it or something there lasts."""
+        """Evict what may go from the segment, and give up when nothing waits for it or something there lasts."""
         emptying = self._emptying
         if emptying is None:
             return
@@ -246,7 +246,7 @@ class L3Room:
             self._empty(emptying.segment)
 
     def _is_waited_for(self, size: int) -> bool:
-        """Does somebody wait for a slot of this size that may have one?"""
+        """Does something wait for a slot of this size that may have one?"""
         if self._in_flight.queue and next(iter(self._in_flight.queue)).page.slot_bytes == size:
             return True
         if size in self._in_flight.fetches.sizes_waited_for(self._tables.now):

@@ -34,7 +34,7 @@ from kvtier.tier.protocol.messages import (
 class PeerMemory:
     """Hears the workers that lend frames of their L1, and those that borrow them: L2.
 
-    A frame that its lender wants back goes as soon as nobody uses it: a page in it that nobody reads is dropped at once,
+    A frame that its lender wants back goes as soon as nothing uses it: a page in it that nothing reads is dropped at once,
     a grant in a borrower's stock is recalled. What a method returns is what can't be of a message; None when all is well.
     """
 

@@ -24,8 +24,8 @@ class Promotion:
     def _may_read(self, page: Page) -> bool:
         """May one more page be on its way up? Those that have come and aren't copied still are."""
         fits = (
-            self._in_flight.read_bytes + self._in_flight.rising_bytes + page.slot_bytes
-            <= self._in_flight.max_rising_bytes
+            self._in_flight.read_bytes + self._in_flight.promoting_bytes + page.slot_bytes
+            <= self._in_flight.max_promoting_bytes
         )
         return not self._in_flight.reads or (len(self._in_flight.reads) < self._tables.limits.reads and fits)
 
@@ -85,8 +85,8 @@ class Promotion:
             copy = self._residency.arrive(page, grant, load.source.entry.envelope)
             self._residency.serve_waiters(page, copy, "L4")
             if copy.leases:
-                copy.rises = True
-                self._in_flight.rising_bytes += page.slot_bytes
+                copy.promoting = True
+                self._in_flight.promoting_bytes += page.slot_bytes
         else:
             self._tables.slots.free(grant.slot)
         self._residency.end_ssd_read(page, load.source)

@@ -98,7 +98,7 @@ class Residency:
             self._tables.misses.add_content(entry.envelope.tenant, page.content, entry.envelope.root, page.id)
         return page
 
-    def mourn(self, lost: Sequence[CatalogueEntry]) -> None:
+    def record_lost(self, lost: Sequence[CatalogueEntry]) -> None:
         detail = f"its place in the files of L4 was gone when the node started at {self._tables.wall()}"
         for entry in lost:
             envelope = entry.envelope
@@ -203,7 +203,7 @@ class Residency:
             self.free_place(page, copy.entry.place, wipe)
 
     def drop_corrupt(self, copy: HostCopy, found_by: str) -> None:
-        """A copy in L3 failed its checksum: it is never served again, whoever still reads it."""
+        """A copy in L3 failed its checksum: it is never served again, though readers may still hold it."""
         page = copy.page
         if page.host is not copy:
             return
@@ -228,9 +228,9 @@ class Residency:
     def end_lease(self, copy: HostCopy) -> None:
         """A worker has copied the page, or won't."""
         copy.leases -= 1
-        if copy.rises and not copy.leases:
-            copy.rises = False
-            self._in_flight.rising_bytes -= copy.page.slot_bytes
+        if copy.promoting and not copy.leases:
+            copy.promoting = False
+            self._in_flight.promoting_bytes -= copy.page.slot_bytes
         self.end_read(copy)
 
     def end_ssd_read(self, page: Page, copy: SsdCopy) -> None:
@@ -306,14 +306,14 @@ class Residency:
         request.waits[ref] = load
 
     def end_waits(self, request: Request, from_page: int) -> None:
-        """Ends a request's waits; a queued load that nobody waits for is given up, a running one goes on."""
+        """Ends a request's waits; a queued load that nothing waits for is given up, a running one goes on."""
         for ref in [ref for ref in request.waits if ref[1] >= from_page]:
             load = request.waits.pop(ref)
             del load.waiters[request, ref]
             if load.waiters:
                 continue
             if isinstance(load, Saving):
-                self._in_flight.savings.pop(load.id, None)
+                self._in_flight.saves.pop(load.id, None)
             elif isinstance(load, RemoteLoad):
                 self._in_flight.fetches.unwanted(load)
             elif load.page.load is load and load.transfer is None:
@@ -339,7 +339,7 @@ class Residency:
         fetch = self._in_flight.fetches.forget(page.id)
         if fetch is not None:
             self._serve(fetch, copy, came_from)
-        saving = self._in_flight.savings.pop(page.id, None)
+        saving = self._in_flight.saves.pop(page.id, None)
         if saving is not None and saving.fits(page.envelope):
             self._serve(saving, copy, came_from)
         elif saving is not None:
@@ -399,13 +399,13 @@ class Residency:
     def queue_write(self, page: Page) -> None:
         """A page has come to L3, or counts again: it goes on to L4, unless that is left to its ranking."""
         if not self._tables.demotes:
-            self._sink(page)
+            self.queue_write_back(page)
 
-    def _sink(self, page: Page) -> None:
+    def queue_write_back(self, page: Page) -> None:
         """Queue a page of L3 for L4, unless it is there, on its way, superseded, or never goes there."""
         write = self._in_flight.writing.get(page.id)
         is_underway = page.ssd is not None or (write is not None and write.page is page)
-        if not (is_underway or page.superseded or self._tables.quiesced) and self._tables.sinks(page):
+        if not (is_underway or page.superseded or self._tables.quiesced) and self._tables.goes_to_l4(page):
             if self._is_worth_loading(page):
                 self._in_flight.to_write[page] = None
             else:
@@ -452,7 +452,7 @@ class Residency:
         page.leaving = Leaving.SINKS
         if page.ssd is None:
             if not self._tables.policy.is_dead(page.row):
-                self._sink(page)
+                self.queue_write_back(page)
             if page not in self._in_flight.to_write:
                 self.give_up(page)
         self._eviction.settle(page)

@@ -111,7 +111,7 @@ class Eviction:
             self.settle(page)
 
     def _orders_of(self, size: int, owner: bytes) -> list[Order[Page]]:
-        """The orders of a size that comes into use; those of sizes that nobody uses any more make place."""
+        """The orders of a size that comes into use; those of sizes that nothing uses any more make place."""
         for other in [
             s
             for s in self.order_sizes
@@ -205,7 +205,7 @@ class Eviction:
 
         Where pages are demoted, each waits until its turn has come.
         """
-        if page.superseded or page.above or not self._tables.sinks(page):
+        if page.superseded or page.above or not self._tables.goes_to_l4(page):
             return True
         if self._tables.demotes and page.leaving is Leaving.STAYS:
             return False

@@ -25,7 +25,7 @@ class PeerSpeed:
     """How long a node takes until its first page comes, and its bytes per second from then on. Owned by a Peer.
 
     Both are averages with more weight on the recent: one bad moment must not end all fetches. What wasn't measured for
-    TRUSTED_S is taken for true until it is measured anew, then for nothing; for that a single Fetch is tried that seems
+    TRUSTED_S is taken for true until it is measured again, then for nothing; for that a single Fetch is tried that seems
     too dear. The bytes are those of all its fetches together, since they share what carries them.
     """
 
@@ -35,7 +35,7 @@ class PeerSpeed:
     SHORT_S = 0.001  # the last window of a fetch tells something if it is so long
     BURST_SHARE = 16  # in one part in so many of the time to the first batch, more came together with it
     LONG_S = 0.25  # what breaks off after so long tells how slow it was
-    BATCH_BYTES = 2 * 2**20  # may have come that nobody was told of
+    BATCH_BYTES = 2 * 2**20  # may have come that nothing was told of
     TRUSTED_S = 60.0
     TRY_S = 10.0
     WEIGHT = 0.25  # of a new latency
@@ -192,7 +192,7 @@ class Running:
     exchange: Worker
     peer: Peer
     pages: dict[PageId, RemoteLoad]
-    late_at: float  # nobody waits for it any more from then on, whatever the exchange does
+    late_at: float  # nothing waits for it any more from then on, whatever the exchange does
     is_cancelled: bool = False
     is_cleared: bool = False  # its tenant's pages were cleared since: none of it is taken in
 
@@ -201,7 +201,7 @@ class Fetches:
     """The loads from other nodes, queued by node, and the fetches in flight. Owned by CacheState.
 
     `coming` has at most one load of a page, queued or in flight; what is in flight and not in it is abandoned: its slot
-    is bound still, and nobody waits for it. A queued load is waited for.
+    is bound still, and nothing waits for it. A queued load is waited for.
     """
 
     def __init__(self, limits: Limits, capacity_bytes: int) -> None:
@@ -212,7 +212,7 @@ class Fetches:
         self.running: dict[int, Running] = {}
         self.queued = 0
         self.slot_bytes = 0  # of the loads in flight
-        self._doubtful: dict[Running, None] = {}  # lately lost somebody who waited
+        self._doubtful: dict[Running, None] = {}  # lately lost something who waited
 
     @property
     def is_idle(self) -> bool:
@@ -261,7 +261,7 @@ class Fetches:
         return load
 
     def unwanted(self, load: RemoteLoad) -> None:
-        """Nobody waits for a load any more: a queued one is given up, one in flight goes on with those beside it."""
+        """Nothing waits for a load any more: a queued one is given up, one in flight goes on with those beside it."""
         if load.fetch is None:
             if self.coming.get(load.id) is load:
                 self.forget(load.id)
@@ -269,7 +269,7 @@ class Fetches:
             self._doubtful[self.running[load.fetch]] = None
 
     def take_unwanted(self) -> list[Running]:
-        """Fetches that nobody waits for since this was asked last."""
+        """Fetches that nothing waits for since this was asked last."""
         doubtful, self._doubtful = self._doubtful, {}
         return [
             fetch

@@ -35,20 +35,20 @@ class InFlight:
         self.max_write_bytes = min(limits.write_bytes, capacity_bytes // 2)
         # ... on their way up: a sixteenth of L3, of a small one as much as may be read at once, up to a quarter.
         read_bytes = limits.reads * slot_bytes(page_bytes or 1)
-        self.max_rising_bytes = max(capacity_bytes // 16, min(read_bytes, capacity_bytes // 4))
+        self.max_promoting_bytes = max(capacity_bytes // 16, min(read_bytes, capacity_bytes // 4))
         self.arriving: dict[int, Load | RemoteLoad] = {}  # by slot
         self.queue: dict[Load, None] = {}
         self.queued_bytes = 0  # payloads of the queued loads
         self.reads: dict[int, Load] = {}
         self.read_bytes = 0  # slots of the reads
-        self.rising_bytes = 0  # slots of the copies that rise
+        self.promoting_bytes = 0  # slots of the copies that rise
         self.to_write: dict[Page, None] = {}
         self.writes: dict[int, Write] = {}
         self.write_bytes = 0  # slots of the writes
         self.writing: dict[PageId, Write] = {}
         self.leaving: dict[SsdCopy, Page] = {}  # dropped from the catalogue, still being read
         self.fetches = Fetches(limits, capacity_bytes)
-        self.savings: dict[PageId, Saving] = {}
+        self.saves: dict[PageId, Saving] = {}
         self.jobs: deque[Job] = deque()
         self.checks: dict[int, Check] = {}
         self.bandwidth = Bandwidth()

@@ -66,7 +66,7 @@ class PeerFrames:
         self._list_free(frame)
 
     def remove_frame(self, frame: PeerFrame) -> None:
-        """Nobody uses the frame, and nobody will."""
+        """Nothing uses the frame, and nothing will."""
         del frame.lender.lent[frame.offset]
         del frame.lender.lent_at[bisect_left(frame.lender.lent_at, frame.offset)]
         self._num_lent -= 1

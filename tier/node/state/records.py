@@ -44,7 +44,7 @@ class Limits:
     fetch_queue: int = 65536  # pages that wait to be fetched
     fetch_deadline_s: float = 5.0  # of one Fetch
     peers: int = 256  # nodes whose speed is remembered
-    savings: int = 65536  # pages that workers are to save for other nodes
+    saves: int = 65536  # pages that workers are to save for other nodes
     lent_frames: int = 2**20  # of all workers together
 
 
@@ -58,7 +58,7 @@ class HostCopy:
     readers: int = 0  # leases, holds, and transfers that read it
     leases: int = 0  # those of the readers that are workers about to copy it
     holds: int = 0  # ... that are preempted requests
-    rises: bool = False  # it came from L4 for its leases, and one of them still stands
+    promoting: bool = False  # it came from L4 for its leases, and one of them still stands
     leave: bool = False  # to be dropped when the readers are gone
 
 

@@ -82,7 +82,7 @@ class NodeTables:
         """Is a page here that was made from this one?"""
         return any(self.original(other) is page for other in self.named(page.envelope.key))
 
-    def sinks(self, page: Page) -> bool:
+    def goes_to_l4(self, page: Page) -> bool:
         """Whether pages such as this one go to L4."""
         return (
             self.ssd is not None

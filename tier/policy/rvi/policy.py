@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.tier.policy.base import PolicySettings, Row, Use
 from kvtier.tier.policy.candidates import Rows
 from kvtier.tier.policy.rvi import reuse_model as hazard
-from kvtier.tier.policy.rvi.reuse_intervals import NONE, End, Releases, slots
+from kvtier.tier.policy.rvi.reuse_intervals import NONE, End, ReuseIntervals, slots
 from kvtier.tier.policy.rvi.reuse_model import (
     AGES,
     BUCKETS,
@@ -23,8 +23,8 @@ from kvtier.tier.policy.rvi.reuse_model import (
     Z_MAX,
     Z_STEP,
     Floats,
-    Hazard,
     Ints,
+    ReuseModel,
     bucket,
 )
 from kvtier.tier.policy.span_table import Column, RunTable
@@ -70,12 +70,12 @@ class Rvi(RunTable):
     # recomputing it takes, by a page at depth 0
     drawn = ("last_use", "cell", "scale", "effort")
 
-    def __init__(self, settings: PolicySettings, learned: Hazard | None = None) -> None:
+    def __init__(self, settings: PolicySettings, learned: ReuseModel | None = None) -> None:
         super().__init__(settings)
         self.ghosts = settings.ghosts
         self._exponent = settings.exponent
-        self.hazard = learned or Hazard()
-        self._releases = Releases(self.hazard)
+        self.hazard = learned or ReuseModel()
+        self._releases = ReuseIntervals(self.hazard)
         self._learns = learned is None
         self._numbered = 0  # releases, when another learns
         self._any_open = False
@@ -282,7 +282,7 @@ class Rvi(RunTable):
             self._releases.forget(release, self._behind.item(row), pages, self._followers.item(row) != 1)
 
     def _end_all(self, at: Rows, waited: Floats, hit: bool) -> None:
-        """Runs are used again, after so long, or only begin to wait anew."""
+        """Runs are used again, after so long, or only begin to wait again."""
         if self._learns:
             last = self._followers[at] != 1
             ages = hazard.ages(waited)

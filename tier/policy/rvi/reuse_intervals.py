@@ -1,4 +1,4 @@
-"""Releases of runs in the order of their times, and what of them hasn't been used again yet. Pure.
+"""Releases of spans in the order of their times, and what of them hasn't been used again yet. Pure.
 
 One pointer per age edge goes through them: whatever lies behind it has reached that age. So each release costs a step
 per edge it lives to see, and no timer.
@@ -20,8 +20,8 @@ from kvtier.tier.policy.rvi.reuse_model import (
     FEATURES,
     FOLLOWERS,
     Floats,
-    Hazard,
     Ints,
+    ReuseModel,
 )
 
 SLOTS = (
@@ -57,10 +57,10 @@ class End(NamedTuple):
     age: Ints
 
 
-class Releases:
+class ReuseIntervals:
     """At most 2 x `capacity` of them; of what is older nothing more is learned."""
 
-    def __init__(self, learned: Hazard, capacity: int = 1 << 16) -> None:
+    def __init__(self, learned: ReuseModel, capacity: int = 1 << 16) -> None:
         self._hazard = learned
         self._capacity = capacity
         size = 2 * capacity
@@ -93,7 +93,7 @@ class Releases:
         return self.count - n
 
     def end(self, end: End, hit: bool) -> None:
-        """Pages are used again, or begin to wait anew; learned from at the next `learn`."""
+        """Pages are used again, or begin to wait again; learned from at the next `learn`."""
         (self._used if hit else self._unused).append(end)
 
     def forget(self, release: int, behind: int, pages: int, last: bool) -> None:

@@ -57,7 +57,7 @@ def ages(seconds: Floats) -> Ints:
     return np.maximum(EDGES.searchsorted(seconds, "right") - 1, 0)
 
 
-class Hazard:
+class ReuseModel:
     """The weights, the table over age and the index made of both. Owned by one policy.
 
     Pages of one request tell much the same, so an average one counts as `per_request` of them, however long.

@@ -16,7 +16,7 @@ class Aside:
     """What lies aside in `folder`. One thread at a time. Its notes are one line each."""
 
     def __init__(self, folder: Path, spare_bytes: int) -> None:
-        """Its catalogue may take `spare_bytes` that are nobody else's. Raises FileNotFoundError where nothing lies there."""
+        """Its catalogue may take `spare_bytes` that are nothing else's. Raises FileNotFoundError where nothing lies there."""
         self._spare_bytes = spare_bytes
         self._folder = folder
         self._path = folder / ASIDE

@@ -124,7 +124,7 @@ class LmdbPages:
         """Any segment may be written."""
 
     def is_gone(self) -> bool:
-        """Whether somebody deleted the file; what is written goes nowhere then."""
+        """Whether something deleted the file; what is written goes nowhere then."""
         return not os.path.exists(self._path)
 
     def holds(self, place: Place, size: int) -> bool:

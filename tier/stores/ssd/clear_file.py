@@ -76,7 +76,7 @@ def _decode(content: bytes) -> _File:
 
 
 def mark_unused(folder: Path, tenant: Tenant, number: int) -> bool:
-    """Have whoever uses an L4 folder next clear a tenant's pages in it. False: somebody has it open, or it has no pages.
+    """Have the next user of an L4 folder clear a tenant's pages in it. False: something has it open, or it has no pages.
 
     Raises OSError where that can't be written.
     """

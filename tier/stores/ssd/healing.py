@@ -1,7 +1,7 @@
 """Opens the files of an L4 folder as tier/stores/ssd/opening.py decides, and heals what is damaged.
 
 Nothing is deleted before that which takes its place is complete: a catalogue is made beside the damaged one and renamed
-over it. Pages that go are dropped from the catalogue by the first commit of whoever opened it, and what lies aside goes when
+over it. Pages that go are dropped from the catalogue by the first commit after it is opened, and what lies aside goes when
 the notes have been told. So a start that is cut short leaves all that the next one's notes are derived from.
 """
 

@@ -111,7 +111,7 @@ class SlabFiles:
             self._others.pop()
 
     def is_gone(self) -> bool:
-        """Whether somebody deleted a file that is in use; what is written there goes nowhere."""
+        """Whether something deleted a file that is in use; what is written there goes nowhere."""
         with self._lock:
             return any(os.fstat(segment.fd).st_nlink == 0 for segment in self._segments.values())
 

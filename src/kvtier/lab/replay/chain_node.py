@@ -69,7 +69,7 @@ class ChainNode:
         )
         self.written_pages = 0  # to L4
         self._costs = costs
-        self.now = 0.0  # of all that happens; whoever drives it says so
+        self.now = 0.0  # of all that happens; its driver sets it
         self._keys: list[bytes] = []
         self._reads: deque[ReadPage] = deque()
         self._writes: deque[WritePage] = deque()

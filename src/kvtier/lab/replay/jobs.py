@@ -184,7 +184,7 @@ def _send(connection: Connection, number: int, done: int) -> None:
 
 
 def _sparing(tick: Callable[[int], None]) -> Callable[[int], None]:
-    """The same, but not called more often than anybody looks."""
+    """The same, but not called more often than anything looks."""
     told = monotonic()
 
     def call(done: int) -> None:

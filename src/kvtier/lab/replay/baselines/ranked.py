@@ -20,7 +20,7 @@ class RankedCache(BaselineCache):
     """Evicts the pages of lowest rank, exactly, without looking at all of them.
 
     `_low` holds every page that is in and ranks at most `_limit`, beside some that no longer do; whatever leaves is
-    chosen from it. Once it runs out, it is drawn anew from all pages with a limit that makes it about as long as the
+    chosen from it. Once it runs out, it is drawn again from all pages with a limit that makes it about as long as the
     square root of (pages that leave at once x pages that are in), where both kinds of work come to the same.
     """
 

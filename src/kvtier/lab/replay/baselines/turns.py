@@ -1,4 +1,4 @@
-"""Tells the turn of a conversation from the chain alone, where nobody says it. Pure."""
+"""Tells the turn of a conversation from the chain alone, where nothing says it. Pure."""
 
 from __future__ import annotations
 
