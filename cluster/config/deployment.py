@@ -24,6 +24,7 @@ from kvtier.cluster.config.nodes import (
 )
 from kvtier.cluster.config.values import Bytes, Host, Section
 from kvtier.tier.pages.page import MIN_QUANTIZED_PAGE_TOKENS
+from kvtier.tier.policy.plugins import load_policies
 
 CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
 L4Format = Literal["", "fp8", "int8", "int4c"]
@@ -131,7 +132,7 @@ class PageWeights(Section):
 class CacheConfig(Section):
     """How pages are stored, used and evicted; `format`, its numbers and `epoch` are part of their identity."""
 
-    policy: Literal["rvi", "score", "lru"] = "rvi"  # which pages leave first, in every tier
+    policy: str = "rvi"  # which pages leave first, in every tier: rvi, score, lru, or another package's
     exponent: float = Field(default=0.25, ge=0, le=1)  # of rvi: 0 saves the most pages, 1 the most compute
     guard: bool = True  # of rvi: go by lru while that saves more
     weights: PageWeights = PageWeights()  # of score
@@ -142,6 +143,13 @@ class CacheConfig(Section):
     load: Literal["auto", "always"] = "auto"  # auto: a load that measures slower than recompute is not made
     # A load that takes longer loses to recompute.
     load_deadline_ms: float = Field(default=2000.0, gt=0, le=MAX_DEADLINE_MS)
+
+    @field_validator("policy")
+    @classmethod
+    def _is_registered(cls, value: str) -> str:
+        if value not in load_policies():
+            raise ValueError(f"must be one of {', '.join(load_policies())}, got {value!r}")
+        return value
 
 
 class TLSConfig(Section):

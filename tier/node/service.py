@@ -29,6 +29,7 @@ from kvtier.tier.pages.clear_epochs import Clears, Tenant
 from kvtier.tier.pages.identity import tenant_digest
 from kvtier.tier.pages.page import TierName, slot_bytes
 from kvtier.tier.policy.base import PolicySettings
+from kvtier.tier.policy.plugins import load_policies
 from kvtier.tier.protocol.events import (
     Answer,
     BeginClear,
@@ -148,6 +149,7 @@ class CacheService:
         limits: Limits = Limits(),  # noqa: B008  frozen
         awaits_clears: bool = False,
     ) -> None:
+        load_policies()
         self.node_id = node_id
         self.incarnation = uuid.uuid4().hex
         self._socket_path = Path(socket_path)

@@ -74,7 +74,7 @@ class ScoreWeights:
 class PolicySettings:
     """How a tier chooses what leaves."""
 
-    name: str = "rvi"  # rvi, score or lru
+    name: str = "rvi"  # rvi, score, lru, or one that another package registers
     exponent: float = 0.25  # of rvi: 0 saves the most pages, 1 the most prefill compute
     guard: bool = True  # of rvi: go by lru while that saves more
     draw: int = 384  # of rvi: candidates looked at at once

@@ -25,6 +25,7 @@ import torch
 from kvtier.tier.pages.identity import tenant_digest
 from kvtier.tier.pages.page import PageKey, TierName
 from kvtier.tier.policy.base import PolicySettings, ScoreWeights
+from kvtier.tier.policy.plugins import load_policies
 from kvtier.tier.policy.registry import make_policy
 from kvtier.tier.protocol.key_query import HeldKeys
 from kvtier.tier.protocol.messages import Hello, NewRoot, WriteMode
@@ -167,6 +168,7 @@ class DecodeWorker:
             raise ValueError(
                 f"l2_share {l2_share} needs an arena that peers can open: load_runner(share_arena=True)"
             )
+        load_policies()
         units, unit_bytes = runner.arena.shape
         specs = [spec for group in runner.groups for spec in group.specs.values()]
         self.worker_id = worker_id

@@ -1,4 +1,4 @@
-"""Which policies a replay can run, and a cache of each. The live ones are the classes that the service runs. Pure."""
+"""Which policies a replay can run, and a cache of each. The live ones are the classes that the service runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvtier.lab.replay.replay import Half, Prices, Result, Tick, replay
 from kvtier.lab.traces.trace import Ids, Trace
 from kvtier.tier.policy.base import PolicySettings
 from kvtier.tier.policy.ghost_cache import CacheModel, GhostCache
+from kvtier.tier.policy.plugins import load_policies
 from kvtier.tier.policy.registry import make_policy
 
 UNGUARDED = "rvi-noguard"
-LIVE = ("rvi", UNGUARDED, "score", "lru")
+LIVE = ("rvi", UNGUARDED, *(name for name in load_policies() if name != "rvi"))
 POLICIES = (*LIVE, *(name for name in BASELINES if name not in (*LIVE, "infinite")))
 
 
