@@ -17,6 +17,7 @@ from kvtier.tier.pages.identity import tenant_salt
 from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
 from kvtier.workers.runner.runner import load_runner
+from kvtier.workers.scheduling.settings import EngineSettings
 
 Side = Literal["fetch", "recompute"]
 
@@ -57,13 +58,12 @@ class Engine:
         self._number = 0
         self.worker = DecodeWorker(
             runner,
+            EngineSettings(always_load=always_loads, load_deadline_ms=1e3 * LOAD_DEADLINE_S),
             worker_id=name,
             node_id=node_id,
             socket_path=str(folder / "sock"),
             tenants={"default": tenant_salt("default")},
             sink=self._hear,
-            always_load=always_loads,
-            load_deadline_ms=1e3 * LOAD_DEADLINE_S,
         )
 
     def _hear(self, outputs: list[Output]) -> None:

@@ -41,6 +41,7 @@ from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.models.files.store import default_cache, resolve
 from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
 from kvtier.workers.runner.runner import Runner, load_runner
+from kvtier.workers.scheduling.settings import EngineSettings
 
 PATIENCE_S = 120.0
 
@@ -89,14 +90,14 @@ def running(runner: Runner, folder: Path) -> Iterator[tuple[DecodeWorker, CacheS
     client = Client()
     worker = DecodeWorker(
         runner,
+        EngineSettings(
+            max_batch_tokens=runner.max_batch_tokens, always_load=True, load_deadline_ms=1e3 * PATIENCE_S
+        ),
         worker_id="w0",
         node_id="n0",
         socket_path=str(socket),
         tenants={"default": tenant_salt("default")},
         sink=client.sink,
-        max_batch_tokens=runner.max_batch_tokens,
-        always_load=True,
-        load_deadline_ms=1e3 * PATIENCE_S,
     )
     worker.start()
     try:

@@ -25,6 +25,7 @@ from kvtier.tier.pages.identity import tenant_salt
 from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
 from kvtier.workers.runner.runner import load_runner
+from kvtier.workers.scheduling.settings import EngineSettings
 
 
 class Crowd:
@@ -74,13 +75,12 @@ def measure(a: argparse.Namespace, page_tokens: int) -> dict[str, float]:
     crowd = Crowd(len(requests))
     worker = DecodeWorker(
         runner,
+        EngineSettings(max_batch_tokens=512, max_sequences=a.at_once),
         worker_id="w",
         node_id="n",
         socket_path=None,
         tenants={"default": tenant_salt("default")},
         sink=crowd.sink,
-        max_batch_tokens=512,
-        max_sequences=a.at_once,
     )
     worker.start()
     fills: list[float] = []

@@ -157,6 +157,7 @@ class DecodeWorkerProcess:
         from kvtier.workers.engine.worker import DecodeWorker
         from kvtier.workers.parallel.leader import GroupRunner, load_group
         from kvtier.workers.runner.runner import load_runner
+        from kvtier.workers.scheduling.settings import EngineSettings
 
         raise_malloc_thresholds()
         is_group = tensor_parallel > 1
@@ -185,23 +186,25 @@ class DecodeWorkerProcess:
         self._outlet = Outlet()
         self._worker = DecodeWorker(
             runner,
+            EngineSettings(
+                max_batch_tokens=max_batch_tokens,
+                max_sequences=max_sequences,
+                max_waiting=max_waiting,
+                always_load=load == "always",
+                load_deadline_ms=load_deadline_ms,
+                policy=policy,
+                write=write,
+                shares=shares,
+                preemption=preemption,
+                role=role,
+                l2_share=l2_share,
+            ),
             worker_id=worker_id,
             node_id=node_id,
             socket_path=socket_path,
             tenants={name: tenant_salt(name, salt) for name, salt in tenants.items()},
             sink=self._outbox,
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            max_waiting=max_waiting,
-            always_load=load == "always",
-            load_deadline_ms=load_deadline_ms,
             tokenizer_digest=runner.tokenizer_digest,
-            policy=policy,
-            write=write,
-            shares=shares,
-            preemption=preemption,
-            role=role,
-            l2_share=l2_share,
         )
         self._runner = runner
         self._worker.start()

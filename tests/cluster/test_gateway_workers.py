@@ -104,7 +104,7 @@ def world(model: Path, folder: Path, *roles: str) -> Iterator[World]:
         made.ports = [Port(client.worker) for client in workers]
         for port, info, client in zip(made.ports, infos, workers, strict=True):
             served.call(served.core.attach, info, port)
-            client.worker._sink = to_gateway(served, info.worker_id)
+            client.worker._loop.outputs._sink = to_gateway(served, info.worker_id)
         yield made
         until(made.is_quiet, "nothing is left at any worker")
 

@@ -13,6 +13,7 @@ from worker_kit import Client
 from kvtier.tier.pages.identity import tenant_salt
 from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.runner.runner import Runner, load_runner
+from kvtier.workers.scheduling.settings import EngineSettings
 
 NEW_TOKENS = 64
 LENGTHS = (5, 9, 60, 100)  # tokens: prompts of one length are a batch without padding for transformers
@@ -93,13 +94,12 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
     client = Client()
     worker = DecodeWorker(
         runner,
+        EngineSettings(max_batch_tokens=512, max_sequences=32),
         worker_id="w0",
         node_id="n0",
         socket_path=None,
         tenants={"default": tenant_salt("default")},
         sink=client.sink,
-        max_batch_tokens=512,
-        max_sequences=32,
     )
     client.worker = worker
     worker.start()

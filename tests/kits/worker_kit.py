@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvtier.workers.requests.api import (
     Usage,
 )
 from kvtier.workers.runner.runner import Runner, StepBatch, load_runner
+from kvtier.workers.scheduling.settings import EngineSettings
 
 PATIENCE_S = 120.0
 PAGE_TOKENS = 16
@@ -214,18 +216,19 @@ def serving(
 ) -> Iterator[Client]:
     """A worker with a client; at the end all counts are checked, and nothing may be left in use."""
     client = Client()
+    known = {field.name for field in fields(EngineSettings)}
+    settings = {"max_batch_tokens": 256, "max_sequences": 8, "load_deadline_ms": 20_000.0}
+    settings |= {name: value for name, value in options.items() if name in known}
     worker = DecodeWorker(
         runner,  # type: ignore[arg-type]  # passes everything on
+        EngineSettings(**settings),
         **{
             "worker_id": "w0",
             "node_id": "n0",
             "socket_path": None if socket_path is None else str(socket_path),
             "tenants": {name: tenant_salt(name) for name in ("default", "other")},
             "sink": client.sink,
-            "max_batch_tokens": 256,
-            "max_sequences": 8,
-            "load_deadline_ms": 20_000.0,
-            **options,
+            **{name: value for name, value in options.items() if name not in known},
         },
     )
     client.worker = worker

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.workers.engine.prefill_costs import LARGEST, PrefillCosts
 from kvtier.workers.requests.api import EngineRequest, SamplingParams
 from kvtier.workers.requests.output_length import CLASSES, Expected
 from kvtier.workers.requests.sessions import Turns
+from kvtier.workers.runner.prefill_costs import LARGEST, PrefillCosts
 
 PAGE_TOKENS = 16
 

@@ -108,7 +108,7 @@ def test_a_group_on_gpus_leaves_the_slab_unpinned(tiny_llama: Path) -> None:
     with group_of(tiny_llama, pages=64) as group:
         group.device = torch.device("cuda")
         with serving(group) as client:
-            assert not client.worker._link._pin_slab
+            assert not client.worker._loop.link._pin_slab
 
 
 @pytest.mark.parametrize("name", ["gemma2", "deepseek v3"])

@@ -48,7 +48,7 @@ def test_a_leader_that_waits_for_a_rank_counts_as_turning(tiny_llama: Path) -> N
     processes = Processes()
     with group_of(tiny_llama, pages=128, launch=processes) as group, serving(group) as client:
         # By a clock that goes on by 1 whenever it is read: a loop that is stalled is found further behind at each look.
-        heartbeat = Heartbeat(client.worker._thread, itertools.count(100).__next__)
+        heartbeat = Heartbeat(client.worker._loop.thread, itertools.count(100).__next__)
         name = client.send(prompt(50), max_tokens=1500)
         client.first(name)
 

@@ -95,7 +95,7 @@ def test_what_building_one_sequences_rows_raises_ends_its_request_alone(
         names = neighbours(client)
 
         def cut() -> None:
-            (seq,) = client.worker._requests[bad].sequences
+            (seq,) = client.worker._loop.requests.live[bad].sequences
             seq.tokens = seq.tokens[: seq.length - 1]
 
         client.worker._call(cut)  # on the step loop, between two steps
@@ -112,7 +112,7 @@ def test_pages_that_were_never_computed_are_not_cached_when_their_rows_raise(roo
         name = "bad"
 
         def cut(batch: StepBatch) -> None:
-            (seq,) = client.worker._requests[name].sequences
+            (seq,) = client.worker._loop.requests.live[name].sequences
             seq.tokens = seq.tokens[: 2 * PAGE_TOKENS]
             roomy.before = lambda batch: None
 

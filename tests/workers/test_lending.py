@@ -90,7 +90,7 @@ def test_a_damaged_page_in_a_lent_frame_is_a_miss_and_counted(
     with borrower_and_lender(tiny_llama, tmp_path, as_on_gpu=as_on_gpu) as (service, borrower, lender):
         expected = uncached(lender, asked)
         fill(service, borrower, asked)
-        arena, lent = lender.worker._runner.arena, list(lender.worker._table.frames.lent)
+        arena, lent = lender.worker._loop.runner.arena, list(lender.worker._loop.table.frames.lent)
         if damage == "one bit":
             arena[lent, 7] ^= 1
         else:
@@ -120,7 +120,9 @@ def test_a_lender_that_is_killed_costs_its_pages_and_no_token(tiny_llama: Path, 
             assert [borrower.result(name).tokens for name in running] == expected + expected
             until(lambda: not l2(service).capacity_bytes, "the node hears that the lender is gone")
             assert l2(service).pages == 0
-            until(lambda: not borrower.worker._pager._peer_import._arenas, "the borrower lets its arena go")
+            until(
+                lambda: not borrower.worker._loop.pager._peer_import._arenas, "the borrower lets its arena go"
+            )
 
 
 def test_without_a_node_lent_frames_come_home_once_nothing_can_write_into_them(
@@ -132,7 +134,7 @@ def test_without_a_node_lent_frames_come_home_once_nothing_can_write_into_them(
         service = stack.enter_context(caching(tmp_path))
         lender = stack.enter_context(worker(tiny_llama, tmp_path, "lender", 64, 0.75))
         until(lambda: l2(service).capacity_bytes, "frames are lent")
-        runner = lender.worker._runner
+        runner = lender.worker._loop.runner
         payloads = {spec.digest: spec.nbytes for spec in runner.groups[0].specs.values()}
         hello = Hello("borrower", "1", payloads, payloads, runner.root_fields())
         client = NodeClient.connect(tmp_path / "s", hello, opened.append, lambda: None)  # type: ignore[arg-type]
@@ -142,12 +144,12 @@ def test_without_a_node_lent_frames_come_home_once_nothing_can_write_into_them(
         until(lambda: not lender.worker.is_connected, "the lender hears that the node is gone")
 
         assert lender.generate(prompts(1)[0]).tokens
-        assert len(lender.worker._table.frames.lent) == 48
+        assert len(lender.worker._loop.table.frames.lent) == 48
         client.close()
         for fd in fds:
             os.close(fd)
 
-        until(lambda: not lender.worker._table.frames.lent, "all frames are home")
+        until(lambda: not lender.worker._loop.table.frames.lent, "all frames are home")
 
 
 def test_a_stopped_borrower_whose_node_died_keeps_no_request_of_the_lender_waiting(
@@ -160,7 +162,7 @@ def test_a_stopped_borrower_whose_node_died_keeps_no_request_of_the_lender_waiti
         lender = stack.enter_context(worker(tiny_llama, tmp_path, "lender", 64, 0.75))
         expected = uncached(lender, own)
         until(lambda: l2(service).capacity_bytes, "frames are lent")
-        runner = lender.worker._runner
+        runner = lender.worker._loop.runner
         payloads = {spec.digest: spec.nbytes for spec in runner.groups[0].specs.values()}
         hello = Hello("borrower", "1", payloads, payloads, runner.root_fields())
         client = NodeClient.connect(tmp_path / "s", hello, opened.append, lambda: None)
@@ -172,11 +174,11 @@ def test_a_stopped_borrower_whose_node_died_keeps_no_request_of_the_lender_waiti
 
         assert lender.together(own) == expected  # in the room that is left
 
-        assert lender.worker._table.frames.lent
+        assert lender.worker._loop.table.frames.lent
         lender.worker.check()
         for fd in fds:
             os.close(fd)
-        until(lambda: not lender.worker._table.frames.lent, "the frames come home")
+        until(lambda: not lender.worker._loop.table.frames.lent, "the frames come home")
 
 
 def test_after_a_nodes_restart_workers_lend_and_borrow_again(tiny_llama: Path, tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_who_needs_the_room_that_a_borrower_never_gives_back_is_told_so(
 @contextmanager
 def borrowed_for_good(lender: Client, folder: Path) -> Iterator[list[object]]:
     """A borrower that holds all the stock that it can get, and answers nothing; what it hears."""
-    runner = lender.worker._runner
+    runner = lender.worker._loop.runner
     payloads = {spec.digest: spec.nbytes for spec in runner.groups[0].specs.values()}
     heard: list[object] = []
     hello = Hello("borrower", "1", payloads, payloads, runner.root_fields())

@@ -30,7 +30,7 @@ def both_ways(worker: DecodeWorker) -> tuple[list[PageInfo], list[PageInfo]]:
     """All pages as they are listed, and by their keys, with no step of a request in between."""
 
     def ask() -> tuple[list[PageInfo], list[PageInfo]]:
-        level1 = worker._l1_admin
+        level1 = worker._loop.l1_admin
         listed = level1.pages(None, ALL)
         return listed, level1.pages_of([bytes.fromhex(page.key) for page in reversed(listed)])
 
@@ -99,15 +99,15 @@ def test_the_step_loop_turns_between_parts_of_what_is_asked_of_all_pages(
         keys = {bytes.fromhex(page.key) for page in worker.pages()}
         monkeypatch.setattr(worker, "_part_pages", 3)
         turns: list[float] = []
-        monkeypatch.setattr(worker._heartbeat, "turned", lambda: turns.append(0.0))
+        monkeypatch.setattr(worker._loop.heartbeat, "turned", lambda: turns.append(0.0))
         in_turn: list[int] = []
-        here = worker._l1_admin.here
+        here = worker._loop.l1_admin.here
 
         def part(some: list[bytes]) -> list[bytes]:
             in_turn.append(len(turns))
             return here(some)
 
-        monkeypatch.setattr(worker._l1_admin, "here", part)
+        monkeypatch.setattr(worker._loop.l1_admin, "here", part)
 
         verified, evicted = worker.verify(), worker.evict(None)
         client.generate(prompt(70))

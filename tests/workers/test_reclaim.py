@@ -28,7 +28,7 @@ def test_a_lender_gets_its_frames_from_a_busy_process_again_and_again(
     with caching(tmp_path) as service, worker(tiny_llama, tmp_path, "lender", 64, 0.75) as lender:
         expected = [uncached(lender, asked) for asked in own]
         until(lambda: l2(service).capacity_bytes, "frames are lent")
-        frames = lender.worker._table.frames
+        frames = lender.worker._loop.table.frames
         with borrowing_process(tiny_llama, tmp_path) as borrower:
             assert borrower.stdout is not None and borrower.stdin is not None
             assert borrower.stdout.readline() == "busy\n"
@@ -71,15 +71,15 @@ def test_frames_that_are_read_stay_until_the_read_ends_and_all_others_come_at_on
         monkeypatch.setattr(Arena, "copy_from_peer", held)
         running = [borrower.send(p) for p in asked]
         assert reads.wait(120)
-        lent = set(lender.worker._table.frames.lent)
+        lent = set(lender.worker._loop.table.frames.lent)
 
         assert lender.together(own) == expected_own
 
-        left = set(lender.worker._table.frames.lent)
+        left = set(lender.worker._loop.table.frames.lent)
         assert left and left < lent, "what is read stays, all else came home"
         may_end.set()
         assert [borrower.result(name).tokens for name in running] == expected
-        until(lambda: not lender.worker._pager._peer_export.is_waiting, "all that was asked for is back")
+        until(lambda: not lender.worker._loop.pager._peer_export.is_waiting, "all that was asked for is back")
         assert borrower.worker.stats().tiers[TierName.PEER].hit_tokens > 0
         assert l2(service).corrupt_pages == 0
         lender.worker.check()

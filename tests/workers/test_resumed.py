@@ -230,7 +230,7 @@ def test_pages_that_find_no_room_below_are_waited_for_no_longer_than_the_limit(
 ) -> None:
     monkeypatch.setattr(handover, "LIMIT_S", 0.05)
     with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
-        monkeypatch.setattr(client.worker._link, "free_slots", lambda size: 0)
+        monkeypatch.setattr(client.worker._loop.link, "free_slots", lambda size: 0)
         name = ask(client, prompt(100, 72), SamplingParams(max_tokens=9), is_prefill_only=True)
         result = client.result(name)
         held = service.pages(tier=TierName.HOST)
@@ -244,7 +244,7 @@ def test_a_request_is_cancelled_while_it_waits_for_its_pages(
 ) -> None:
     monkeypatch.setattr(handover, "LIMIT_S", 60.0)
     with caching(tmp_path), serving(roomy, tmp_path / "s") as client:
-        monkeypatch.setattr(client.worker._link, "free_slots", lambda size: 0)
+        monkeypatch.setattr(client.worker._loop.link, "free_slots", lambda size: 0)
         names = [
             ask(client, prompt(100, seed), SamplingParams(max_tokens=9), is_prefill_only=True)
             for seed in (73, 74)

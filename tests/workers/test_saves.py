@@ -25,7 +25,7 @@ from worker_kit import (
 
 from kvtier.tier.pages.identity import tenant_digest
 from kvtier.tier.stores.base import Outcome
-from kvtier.workers.engine.worker import _Copied
+from kvtier.workers.engine.step_loop import Copied
 from kvtier.workers.paging.copier import Job, SaveJob
 
 
@@ -44,7 +44,7 @@ class HeldSaves:
 
     def __init__(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        copies = client.worker._copier._copies
+        copies = client.worker._loop._copier._copies
         do: Callable[[Job], None] = copies.do
 
         def wait_and_do(job: Job) -> None:
@@ -144,11 +144,11 @@ def test_a_save_of_an_earlier_connection_is_told_to_no_later_node(
 ) -> None:
     """The word that a copy is over may come late; its slot was the earlier node's to give."""
     with serving(runner, tmp_path / "s", connected=False) as client:
-        inbox = client.worker._inbox
+        inbox = client.worker._loop.inbox
         put, late = inbox.put, list[Any]()
 
         def hold_words_of_saves(event: Any) -> None:
-            if isinstance(event, _Copied) and isinstance(event.job, SaveJob):
+            if isinstance(event, Copied) and isinstance(event.job, SaveJob):
                 late.append(event)
             else:
                 put(event)
@@ -182,7 +182,11 @@ def test_slots_stay_mapped_while_a_copy_uses_them(
         with caching(tmp_path, l4_bytes=0):
             until(lambda: worker.is_connected, "the worker is connected")
             saves = HeldSaves(client, monkeypatch)
-            done, wait_idle, drop = worker._copier._done, worker._copier.wait_idle, worker._link._drop_client
+            done, wait_idle, drop = (
+                worker._loop._copier._done,
+                worker._loop._copier.wait_idle,
+                worker._loop.link._drop_client,
+            )
 
             def note_done(job: Job) -> None:
                 order.append("a copy is over")
@@ -197,9 +201,9 @@ def test_slots_stay_mapped_while_a_copy_uses_them(
                 drop()
                 saves.go.set()
 
-            monkeypatch.setattr(worker._copier, "_done", note_done)
-            monkeypatch.setattr(worker._copier, "wait_idle", open_and_wait)
-            monkeypatch.setattr(worker._link, "_drop_client", note_drop)
+            monkeypatch.setattr(worker._loop._copier, "_done", note_done)
+            monkeypatch.setattr(worker._loop._copier, "wait_idle", open_and_wait)
+            monkeypatch.setattr(worker._loop.link, "_drop_client", note_drop)
             client.generate(prompt(40))
             assert saves.begun.wait(PATIENCE_S)
         until(lambda: "slots are let go" in order, "the connection is over")

@@ -171,7 +171,7 @@ def test_an_answer_that_a_stop_string_ended_counts_as_the_models_own_end(
         ask(client, "a", prompt(100), max_tokens=1500)
         until(lambda: len(finished(heard)) == 1, "the node hears of it")
         reason = client.result("a").reason
-        assert len(client.worker._scheduler.expected) == learned
+        assert len(client.worker._loop.scheduler.expected) == learned
 
     assert reason is (FinishReason.STOP if is_stopped else FinishReason.CANCELLED)
     assert finished(heard)[0].kind == kind
@@ -235,7 +235,7 @@ def test_of_a_stream_the_guard_hears_what_it_holds_and_costs_what_it_attends(
     with serving(roomy, policy=PolicySettings()) as client:
         observed: list[int] = []
         attended: list[int] = []
-        policy, costs = client.worker._table.policy, client.worker._costs
+        policy, costs = client.worker._loop.table.policy, client.worker._loop._costs
         monkeypatch.setattr(policy, "observe", lambda pages, use, now: observed.append(len(pages)))
         measure = costs.measure
         monkeypatch.setattr(
@@ -263,7 +263,7 @@ def test_explain_tells_what_the_policy_thought_of_a_page_that_left(tiny_llama: P
 def test_what_prefill_costs_is_measured(roomy: Slowed) -> None:
     with serving(roomy) as client:
         ask(client, "a", prompt(200))
-        costs = client.worker._table.policy.costs
+        costs = client.worker._loop.table.policy.costs
 
     assert costs.page_s > 0.0
     assert costs.recompute_s(100.0) > costs.page_s

@@ -75,12 +75,12 @@ def test_a_prompt_of_more_pages_than_a_node_looks_at_is_served_and_its_first_pag
     with caching(tmp_path) as service, serving(roomy, tmp_path / "s") as client:
         client.generate(head + tail[:1])
         sink_to_l3(client.worker, service)
-        connection = client.worker._link.number
+        connection = client.worker._loop.link.number
 
         again = client.generate(head + tail)
 
         assert again.cached == {"L3": 50 * PAGE_TOKENS}
-        assert client.worker._link.number == connection, "no message was too long"
+        assert client.worker._loop.link.number == connection, "no message was too long"
 
 
 def test_a_message_that_is_too_long_costs_the_connection_and_never_the_step_loop(

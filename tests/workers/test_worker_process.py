@@ -26,7 +26,7 @@ worker.connect_gateway(address, b"secret")
 if is_broken:
     def fail(batch):
         raise RuntimeError("no memory")
-    worker._runner.forward = fail
+    worker._loop.runner.forward = fail
 worker.submit(EngineRequest("r", "default", tuple(range(40)), SamplingParams(max_tokens=4)))
 sys.stdin.readline()
 worker.stop()

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
+from kvtier.workers.engine.heartbeat import TURN_S
 from kvtier.workers.machine.endpoints import Endpoint
 from kvtier.workers.requests.api import Output
 
@@ -26,6 +27,23 @@ KEEPALIVE_S = (
     20  # a machine that answers nothing for so long is gone: less finds it sooner, more bears a slow network
 )
 _LENGTH = struct.Struct("<I")
+
+
+class StepOutputs:
+    """What the step loop has to tell and hasn't yet. `sink` gets a list a step, on its thread, and must not block."""
+
+    def __init__(self, sink: Callable[[list[Output]], None]) -> None:
+        self.pending: list[Output] = []
+        self._sink = sink
+        self._told_s = 0.0  # when the sink was last told anything
+
+    def send(self, *, is_due: bool = False) -> None:
+        """`is_due`: the loop has turned, which is told even if there is nothing else to tell."""
+        now = time.monotonic()
+        if self.pending or (is_due and now - self._told_s >= TURN_S):
+            outputs, self.pending = self.pending, []
+            self._told_s = now
+            self._sink(outputs)
 
 
 class OutputHello(msgspec.Struct, frozen=True):
