@@ -7,19 +7,17 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from kvtier.tier.pages.identity import tenant_salt
 from kvtier.tier.pages.page import TierName
-from kvtier.tier.policy.base import PolicySettings, ScoreWeights
 from kvtier.tier.protocol.key_query import HeldKeys, keys_with, split_keys
 from kvtier.tier.protocol.kv_events import Batch, Feed, Reply, Source
-from kvtier.tier.protocol.messages import WriteMode
 from kvtier.tier.protocol.results import Cleared, ManyOutcomes
 from kvtier.tier.stats import Snapshot
 from kvtier.tier.stores.base import Outcome, PageInfo
@@ -34,6 +32,7 @@ from kvtier.workers.requests.api import (
     WorkerInfo,
     WorkerStopped,
 )
+from kvtier.workers.scheduling.settings import EngineSettings
 
 if TYPE_CHECKING:
     from kvtier.workers.engine.worker import DecodeWorker
@@ -110,9 +109,8 @@ class Outbox:
 class DecodeWorkerProcess:
     """What the actor's process runs; `DecodeWorkerActor` is this class as a Ray actor.
 
-    `tenants` maps names to the salts of the configuration, `load` is its cache.load. `threads` 0: the physical cores.
-    `policy`, `write`, `shares`, `preemption`, `role` and `l2_share` are DecodeWorker's. The formats and the window are those of
-    load_runner. With `tensor_parallel` above 1 so many ranks, this process and its children, share the worker's threads
+    `tenants` maps names to the salts of the configuration. `threads` 0: the physical cores. The formats and the window are
+    those of load_runner. With `tensor_parallel` above 1 so many ranks, this process and its children, share the worker's threads
     and serve as one; `l1_bytes` are those of each.
     """
 
@@ -124,12 +122,7 @@ class DecodeWorkerProcess:
         socket_path: str | None,
         model_path: str,
         tenants: dict[str, str],
-        policy: PolicySettings,
-        write: WriteMode,
-        shares: Mapping[str, float],
-        preemption: ScoreWeights,
-        role: Literal["both", "prefill", "decode"] = "both",
-        l2_share: float = 0.0,
+        engine: EngineSettings,
         dtype: str,
         page_tokens: int,
         l1_bytes: int,
@@ -137,11 +130,6 @@ class DecodeWorkerProcess:
         forward: str = "auto",
         threads: int = 0,
         max_context: int = 0,
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 64,
-        max_waiting: int = 1024,
-        load: Literal["auto", "always"] = "auto",
-        load_deadline_ms: float = 2000.0,
         epoch: int = 0,
         cache_format: str = "auto",
         recent_tokens: int = 1024,
@@ -157,7 +145,6 @@ class DecodeWorkerProcess:
         from kvtier.workers.engine.worker import DecodeWorker
         from kvtier.workers.parallel.leader import GroupRunner, load_group
         from kvtier.workers.runner.runner import load_runner
-        from kvtier.workers.scheduling.settings import EngineSettings
 
         raise_malloc_thresholds()
         is_group = tensor_parallel > 1
@@ -171,7 +158,7 @@ class DecodeWorkerProcess:
             forward=forward,
             threads=max(1, threads // tensor_parallel),
             max_context=max_context,
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=engine.max_batch_tokens,
             epoch=epoch,
             cache_format=cache_format,
             recent_tokens=recent_tokens,
@@ -179,26 +166,14 @@ class DecodeWorkerProcess:
             l4_format=l4_format,
             window=window,
             sinks=sinks,
-            share_arena=l2_share > 0,
+            share_arena=engine.l2_share > 0,
             cuda_graphs=cuda_graphs,
         )
         self._outbox = Outbox()
         self._outlet = Outlet()
         self._worker = DecodeWorker(
             runner,
-            EngineSettings(
-                max_batch_tokens=max_batch_tokens,
-                max_sequences=max_sequences,
-                max_waiting=max_waiting,
-                always_load=load == "always",
-                load_deadline_ms=load_deadline_ms,
-                policy=policy,
-                write=write,
-                shares=shares,
-                preemption=preemption,
-                role=role,
-                l2_share=l2_share,
-            ),
+            engine,
             worker_id=worker_id,
             node_id=node_id,
             socket_path=socket_path,

@@ -15,6 +15,7 @@ from kvtier.cluster.machines.node_probe import NodeInfo
 from kvtier.cluster.machines.placement import Place, Placement, here
 from kvtier.cluster.machines.stored_pages import StoredPages
 from kvtier.cluster.transfer.wire import TlsFiles
+from kvtier.workers.scheduling.settings import EngineSettings
 
 ALWAYS = -1  # Ray's max_restarts: start it again as often as it dies
 
@@ -98,11 +99,6 @@ class Actors:
             forward=config.model.forward,
             threads=self.worker_threads(ground),
             max_context=config.model.max_context,
-            max_batch_tokens=config.worker.max_batch_tokens,
-            max_sequences=config.worker.max_sequences,
-            max_waiting=config.worker.max_waiting,
-            load=config.cache.load,
-            load_deadline_ms=config.cache.load_deadline_ms,
             epoch=config.cache.epoch,
             cache_format=config.cache.format,
             recent_tokens=config.cache.recent_tokens,
@@ -110,13 +106,24 @@ class Actors:
             l4_format=config.tiers.l4.format,
             window=config.model.window,
             sinks=config.model.sinks,
+            engine=self._engine(number),
+            tensor_parallel=config.worker.tensor_parallel,
+            cuda_graphs=config.worker.cuda_graphs,
+        )
+
+    def _engine(self, number: int) -> EngineSettings:
+        config, worker = self._config, self._config.worker
+        return EngineSettings(
+            max_batch_tokens=worker.max_batch_tokens,
+            max_sequences=worker.max_sequences,
+            max_waiting=worker.max_waiting,
+            always_load=config.cache.load == "always",
+            load_deadline_ms=config.cache.load_deadline_ms,
             policy=policy_settings(config),
             write=config.tiers.write,
             shares=tenant_shares(config),
             preemption=request_weights(config),
             role=self._roles[number],
-            tensor_parallel=config.worker.tensor_parallel,
-            cuda_graphs=config.worker.cuda_graphs,
             l2_share=self._l2_share(),
         )
 

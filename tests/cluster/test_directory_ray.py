@@ -23,6 +23,7 @@ from kvtier.tier.protocol.kv_events import KEY_BYTES, Feed, Source
 from kvtier.workers.actor import DecodeWorkerProcess, sender_to
 from kvtier.workers.engine.kv_publisher import Publisher, PublishError
 from kvtier.workers.requests.api import EngineRequest, SamplingParams
+from kvtier.workers.scheduling.settings import EngineSettings
 
 L1, L3 = TierName.HBM, TierName.HOST
 PAGE_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # of the tiny Llama
@@ -119,10 +120,7 @@ def test_a_worker_and_its_node_tell_where_a_prompt_is(
         socket_path=str(tmp_path / "s" / "node"),
         model_path=str(tiny_llama),
         tenants={"default": ""},
-        policy=PolicySettings(),
-        write="through",
-        shares={},
-        preemption=_preemption(),
+        engine=EngineSettings(),
         dtype="float32",
         page_tokens=16,
         l1_bytes=64 * PAGE_BYTES,
@@ -158,9 +156,3 @@ def _known(directory: Any, keys: bytes, pages: int) -> list[Held]:
     """Those who have so many pages, when all that answer have them."""
     found = [Held(*one) for one in ray.get(directory.lookup.remote(keys))]
     return found if all(held.pages == pages for held in found) else []
-
-
-def _preemption() -> Any:
-    from kvtier.workers.scheduling.scheduler import PREEMPTION
-
-    return PREEMPTION

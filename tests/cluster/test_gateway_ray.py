@@ -25,13 +25,12 @@ from kvtier.cluster.directory.locations import Held
 from kvtier.cluster.gateway.actor import Gateway, GatewayActor, check_agreement
 from kvtier.cluster.gateway.server import GatewayError
 from kvtier.proto import inference_pb2, inference_pb2_grpc
-from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import CALLS_AT_ONCE, DecodeWorkerActor
 from kvtier.workers.engine.heartbeat import TURN_S
 from kvtier.workers.engine.outputs import OutputSender
 from kvtier.workers.models.text import Text
 from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
-from kvtier.workers.scheduling.scheduler import PREEMPTION
+from kvtier.workers.scheduling.settings import EngineSettings
 
 TENANTS = (TenantConfig(name="default"),)
 PATIENCE_S = 300.0  # of a busy machine; no law hangs on it
@@ -287,7 +286,7 @@ def test_nothing_waits_for_a_worker_whose_process_is_stalled(cluster: None, fold
 def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_is_stalled(
     cluster: None, tiny_llama: Path
 ) -> None:
-    def stand_still(actor: Any) -> None:
+    def stall(actor: Any) -> None:
         actor._runner.forward = lambda batch: threading.Event().wait()
 
     worker = DecodeWorkerActor.remote(
@@ -296,18 +295,15 @@ def test_a_worker_whose_calls_all_wait_for_its_step_loop_still_tells_that_it_is_
         socket_path=None,
         model_path=str(tiny_llama),
         tenants={"default": ""},
-        policy=PolicySettings(),
-        write="through",
-        shares={},
-        preemption=PREEMPTION,
+        engine=EngineSettings(),
         dtype="float32",
         page_tokens=16,
         l1_bytes=1 << 20,
         max_context=1024,
     )
-    assert ray.get(worker.heartbeat.remote(), timeout=300) < 60.0  # loading the model is no stalled
+    assert ray.get(worker.heartbeat.remote(), timeout=300) < 60.0  # loading a model is no stall
 
-    ray.get(worker.__ray_call__.remote(stand_still), timeout=PATIENCE_S)
+    ray.get(worker.__ray_call__.remote(stall), timeout=PATIENCE_S)
     sampling = SamplingParams(max_tokens=4)
     ray.get(
         worker.submit.remote(EngineRequest("r", "default", tuple(range(40)), sampling)), timeout=PATIENCE_S

@@ -205,12 +205,11 @@ def test_the_process_of_a_worker_whose_rank_died_ends(tiny_llama: Path) -> None:
     """So that it is restarted as a whole."""
     script = f"""
 import sys, psutil
-from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import DecodeWorkerProcess
-from kvtier.workers.scheduling.scheduler import PREEMPTION
+from kvtier.workers.scheduling.settings import EngineSettings
 worker = DecodeWorkerProcess(
     worker_id="w0", node_id="n0", socket_path=None, model_path={str(tiny_llama)!r}, tenants={{"default": ""}},
-    policy=PolicySettings(), write="through", shares={{}}, preemption=PREEMPTION, dtype="float32", page_tokens=16,
+    engine=EngineSettings(), dtype="float32", page_tokens=16,
     l1_bytes=1 << 20, max_context=1024, tensor_parallel=2,
 )
 assert worker.health() is None and worker.info().page_tokens == 16

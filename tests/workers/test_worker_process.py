@@ -12,21 +12,20 @@ from kvtier.workers.requests.api import FinishReason
 
 SCRIPT = """
 import sys
-from kvtier.tier.policy.base import PolicySettings
 from kvtier.workers.actor import DecodeWorkerProcess
 from kvtier.workers.requests.api import EngineRequest, SamplingParams
-from kvtier.workers.scheduling.scheduler import PREEMPTION
+from kvtier.workers.scheduling.settings import EngineSettings
 model, address, is_broken = sys.argv[1], sys.argv[2], sys.argv[3] == "broken"
 worker = DecodeWorkerProcess(
     worker_id="w0", node_id="n0", socket_path=None, model_path=model, tenants={"default": ""},
-    policy=PolicySettings(), write="through", shares={}, preemption=PREEMPTION, dtype="float32", page_tokens=16,
+    engine=EngineSettings(), dtype="float32", page_tokens=16,
     l1_bytes=1 << 20, max_context=1024,
 )
 worker.connect_gateway(address, b"secret")
 if is_broken:
     def fail(batch):
         raise RuntimeError("no memory")
-    worker._loop.runner.forward = fail
+    worker._runner.forward = fail
 worker.submit(EngineRequest("r", "default", tuple(range(40)), SamplingParams(max_tokens=4)))
 sys.stdin.readline()
 worker.stop()
