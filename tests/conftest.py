@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("kvtier")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # nodes that record in this process fork it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 HERE = Path(__file__).parent

@@ -20,6 +20,7 @@ def prepare(environment: MutableMapping[str, str], *, is_ours: bool = True) -> N
             "RAY_memory_monitor_refresh_ms": "0",  # its killer would take a worker for what other programs use
             "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin between steps take the cores from all others
             "TOKENIZERS_PARALLELISM": "false",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",  # else it starts its threads in the child that writes a recording's state
             # When its raylet dies, Ray ends a driver without a word if that driver's parent is gone too, and who has
             # detached a supervisor is. It looks for this process instead; each raylet tells its own workers another.
             "RAY_RAYLET_PID": str(os.getpid()),

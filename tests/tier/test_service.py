@@ -1071,7 +1071,7 @@ def test_a_state_whose_writer_is_killed_ends_the_recording_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(checkpoint, "dump", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with running(tmp_path) as service:
-        with pytest.raises(RecordingError, match="the process that writes it was ended"):
+        with pytest.raises(RecordingError, match="the process that writes it ended with -9"):
             service.record(tmp_path / "x.kvrec")
         assert service.health() is None
 

@@ -1,7 +1,8 @@
 """A state machine's state, taken in a forked child: its loop goes on at once, and the child sees the state as it was.
 
 The child has this process's memory as of the fork, shared until either side writes to it, and one thread. It makes the
-state into bytes, writes them into a pipe and exits; it touches no file, socket, lock or device of its parent's.
+state into bytes, writes them into a pipe and exits; it touches no file, socket, lock or device of its parent's. Libraries
+that start threads in a child must not: gRPC needs GRPC_ENABLE_FORK_SUPPORT=0 in the environment that the process starts with.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ class Snapshot:
         """Wait for the bytes. Raises CheckpointError: `dump` did, or the child took too long, was killed or abandoned."""
         try:
             found = self._read()
+            if found is None:
+                self.abandon()
         finally:
-            os.close(self._fd)
-            self.abandon()
+            os.close(self._fd)  # a child that still writes ends by that
             with self._lock:
-                os.waitpid(self._pid, 0)
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
                 self._is_over = True
+        if found is None:
+            raise CheckpointError(f"it takes longer than {TIMEOUT_S:.0f} s")
         how, data = bytes(found[:1]), bytes(found[1:])
-        if how == _MADE:
-            return data
-        why = data.decode(errors="replace") if how == _FAILED else "the process that writes it was ended"
-        raise CheckpointError(f"the state can't be written: {why}")
+        if exit_code or how not in (_MADE, _FAILED):
+            raise CheckpointError(f"the process that writes it ended with {exit_code}")
+        if how == _FAILED:
+            raise CheckpointError(data.decode(errors="replace"))
+        return data
 
     def abandon(self) -> None:
         """End the child, if it hasn't ended; `take` is still to be called."""
@@ -64,7 +69,8 @@ class Snapshot:
             if not self._is_over:
                 os.kill(self._pid, signal.SIGKILL)
 
-    def _read(self) -> memoryview:
+    def _read(self) -> memoryview | None:
+        """All that the child writes; None where that takes too long."""
         found = bytearray()
         deadline_s = time.monotonic() + TIMEOUT_S
         poll = select.poll()
@@ -75,11 +81,12 @@ class Snapshot:
                 if not part:
                     return memoryview(found)
                 found += part
-        return memoryview(_FAILED + f"it takes longer than {TIMEOUT_S:.0f} s".encode())
+        return None
 
 
 def _child(write: int, dump: Callable[[], bytes]) -> NoReturn:
-    """Never returns into its parent's code, whatever happens."""
+    """Never returns into its parent's code, whatever happens. 0: all that there is to say has been written."""
+    code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -96,5 +103,6 @@ def _child(write: int, dump: Callable[[], bytes]) -> NoReturn:
         view = memoryview(made)
         while view:
             view = view[os.write(write, view) :]
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)

@@ -219,7 +219,7 @@ class Recorder:
         except OSError as error:
             self._end_early(f"its file can't be written: {error.strerror}", can_write=False)
         except CheckpointError as error:
-            self._end_early(self._why or str(error), can_write=False)
+            self._end_early(self._why or f"the state can't be written: {error}", can_write=False)
         except Exception as error:  # a bug of ours must not cost the owner more than its recording
             log.exception("a recording failed")
             self._end_early(f"it failed: {error!r}", can_write=False)
