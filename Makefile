@@ -14,10 +14,10 @@ STAMP := $(VENV)/.installed
 
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 
-.PHONY: help setup test lint chaos aot demo serve bench profile figures clean
+.PHONY: help setup test test-all lint chaos aot demo serve bench profile figures clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make .venv and install kvtier into it, with the versions of constraints.txt
 
@@ -44,9 +44,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "Installed: $(VENV)/bin/kvtier"
 
-test: setup  ## everything that must pass: linters, types, all tests
+# A file's tests stay together, since they share what the file has started. Two at once need two cores and 8 GiB.
+JOBS ?= 2
+
+test: setup  ## what to run after each change: linters, types, and the tests that aren't marked slow
 	@$(MAKE) lint
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
+
+test-all: setup  ## everything that must pass: linters, types, all tests
+	@$(MAKE) lint
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 lint: setup  ## ruff (style, imports, format) and mypy (strict)
 	@$(VENV)/bin/ruff check .

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hypothesis
 import pytest
@@ -21,6 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # nodes that record in this process fork it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+for name in ("COLUMNS", "LINES"):  # of the terminal that pytest-xdist was started in
+    os.environ.pop(name, None)
 
 HERE = Path(__file__).parent
 for folder in (HERE / "kits", HERE / "kernels"):
@@ -28,6 +32,13 @@ for folder in (HERE / "kits", HERE / "kernels"):
     pytest.register_assert_rewrite(*(file.stem for file in folder.glob("*.py")))  # they say both sides too
 
 import triton_kit  # noqa: F401  # before a test imports what imports triton
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder of this test's own whose name leaves room for sockets in it: their paths have 107 bytes at most."""
+    with TemporaryDirectory(prefix="kv") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from chaos_root import Unable
 from chaos_run import BEGIN, END, SEEN, TABLE, Tally, report
 from chaos_scene import TRIES, Missed, Scene, until_hit
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SOME = [fault for fault in FAULTS if fault.in_suite]
 SOME_OWN = [fault for fault in OWN_FAULTS if fault.in_suite]

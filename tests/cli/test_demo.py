@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900.0  # of a busy machine
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")

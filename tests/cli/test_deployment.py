@@ -20,6 +20,8 @@ import psutil
 import pytest
 from deployment_kit import DEADLINE_S, Shell, read_until, wait_for
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [(7 * i + 3) % 500 for i in range(100)]
 
 

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from kvtier.cli.client import Client, completion, connect
 
+pytestmark = pytest.mark.slow
+
 PAGE_TOKENS = 16
 PAGE_BYTES = PAGE_TOKENS * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, head size, float32
 L1_PAGES = 64

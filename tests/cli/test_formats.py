@@ -12,6 +12,8 @@ from deployment_kit import Shell, wait_for
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [(11 * i + 5) % 500 for i in range(100)]
 PAGES = 6  # full ones of the prompt
 CONTEXT = 256

@@ -16,26 +16,28 @@ from kvtier.workers.models.files.store import default_cache
 
 KITS = Path(__file__).resolve().parents[1] / "kits"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("how", ["once", "twice"])
-def test_a_signal_at_any_moment_of_a_start_leaves_nothing(tmp_path: Path, tiny_llama: Path, how: str) -> None:
+def test_a_signal_at_any_moment_of_a_start_leaves_nothing(
+    short_path: Path, tiny_llama: Path, how: str
+) -> None:
     """Each thing that the supervisor does is such a moment; a second signal, at the next one, kills what was started."""
     for name in ("tmp", "state", "cache"):
-        (tmp_path / name).mkdir()
+        (short_path / name).mkdir()
     compiled = default_cache() / "kernels"  # each start would compile them again
     load_library(default_cache())
-    (tmp_path / "cache" / "kernels").symlink_to(compiled)
+    (short_path / "cache" / "kernels").symlink_to(compiled)
     environment = {
         **os.environ,
-        "KVTIER_STATE": str(tmp_path / "state"),
-        "KVTIER_CACHE": str(tmp_path / "cache"),
+        "KVTIER_STATE": str(short_path / "state"),
+        "KVTIER_CACHE": str(short_path / "cache"),
         "PYTHONPATH": os.pathsep.join([str(KITS), *sys.path]),
     }
     overrides = [f"model.path={tiny_llama}", "grpc.port=0", "tiers.l4.bytes=0"]
 
-    program = [sys.executable, str(KITS / "interrupted_starts.py"), str(tmp_path), how, *overrides]
+    program = [sys.executable, str(KITS / "interrupted_starts.py"), str(short_path), how, *overrides]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=580)
 
     assert done.returncode == 0, done.stderr[-2000:]

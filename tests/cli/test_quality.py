@@ -37,6 +37,8 @@ from kvtier.tier.pages.page import PageFormat
 from kvtier.workers.models.text import Text
 from kvtier.workers.runner.runner import Runner
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 400
 WORDS = ("alice", "rabbit", "said", "the", "queen", "of", "hearts", "and", "they", "were", "curious", "then")
 

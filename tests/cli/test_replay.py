@@ -26,6 +26,8 @@ from kvtier.lab.replay.models import LIVE, POLICIES, Setup
 from kvtier.lab.replay.replay import LOAD_S
 from kvtier.lab.traces.files import load_trace
 
+pytestmark = pytest.mark.slow
+
 RESULT = {
     *(
         "policy",

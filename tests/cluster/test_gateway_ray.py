@@ -32,6 +32,8 @@ from kvtier.workers.models.text import Text
 from kvtier.workers.requests.api import EngineRequest, Output, SamplingParams
 from kvtier.workers.scheduling.settings import EngineSettings
 
+pytestmark = pytest.mark.slow
+
 TENANTS = (TenantConfig(name="default"),)
 PATIENCE_S = 300.0  # of a busy machine; no law hangs on it
 Role = Literal["both", "prefill", "decode"]

@@ -24,6 +24,8 @@ from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.requests.api import EngineRequest, Explanation, Output, WorkerInfo, WorkerStopped
 from kvtier.workers.scheduling.scheduler import PROMPT_LOGITS
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {
     "max_tokens": 40,
     "n": 2,

@@ -12,6 +12,8 @@ from ray_cluster_kit import head, joined_environment
 
 from kvtier.cluster.machines.environment import prepare
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [(13 * i + 1) % 500 for i in range(40)]
 
 

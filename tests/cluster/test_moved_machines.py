@@ -17,6 +17,8 @@ from ray_cluster_kit import head, joined_environment, machine
 
 from kvtier.cli.client import connect
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [(17 * i + 3) % 500 for i in range(96)]
 PAGES = len(PROMPT) // 16
 

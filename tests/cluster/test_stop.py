@@ -15,6 +15,8 @@ from kvtier.cluster.supervisor import launch
 from kvtier.cluster.supervisor.launch import _stop
 from kvtier.cluster.supervisor.watch import Part
 
+pytestmark = pytest.mark.slow
+
 
 class Stoppable:
     """A part that stops, or that never answers."""

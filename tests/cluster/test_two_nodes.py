@@ -22,6 +22,8 @@ from deployment_kit import Shell, wait_for
 
 from kvtier.cli.client import Client, ClientError, completion, connect
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).resolve().parents[2] / "cluster" / "two-nodes.yaml"
 STALLED_AFTER_S = 8
 PROMPT = [(11 * i + 5) % 500 for i in range(100)]

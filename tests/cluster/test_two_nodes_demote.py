@@ -12,6 +12,8 @@ from deployment_kit import Shell, wait_for
 
 from kvtier.cli.client import Client, completion, connect
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).resolve().parents[2] / "cluster" / "two-nodes.yaml"
 PAGE_TOKENS = 16
 

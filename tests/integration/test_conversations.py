@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from worker_kit import PAGE_TOKENS, caching, serving, settle, tiny_runner
 
 from kvtier.tier.pages.page import TierName
+
+pytestmark = pytest.mark.slow
 
 SYSTEM_TOKENS = 1_500
 TURNS = 8

@@ -42,6 +42,8 @@ from kvtier.workers.models.forwards.lean import LeanWeights, load_rope
 from kvtier.workers.requests.api import Output
 from kvtier.workers.runner.runner import IntArray, StepBatch
 
+pytestmark = pytest.mark.slow
+
 STREAM_TOKENS = 20_000
 PROMPT = [435]  # one token, so that the first 600 rows are the stream's own too
 WINDOW, SINKS = 256, 4

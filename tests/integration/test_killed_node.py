@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from node_kit import plain_chain
 from tier_pages import SPEC, TENANT, VARIANT, envelope_of, page_key, payload_of
 
@@ -32,6 +33,8 @@ from kvtier.tier.protocol.messages import (
     ToWorker,
     WantSlots,
 )
+
+pytestmark = pytest.mark.slow
 
 PAYLOAD = 128 * 1024
 SLOT = PAYLOAD + HEADER_BYTES

@@ -31,6 +31,8 @@ from kvtier.tier.pages.recipe import Window
 from kvtier.workers.models.forwards.latent import LatentModel
 from kvtier.workers.runner.runner import StepBatch
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 64
 WINDOW = 32
 BATCH_TOKENS = 256

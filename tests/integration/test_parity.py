@@ -15,6 +15,8 @@ from kvtier.workers.engine.worker import DecodeWorker
 from kvtier.workers.runner.runner import Runner, load_runner
 from kvtier.workers.scheduling.settings import EngineSettings
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 64
 LENGTHS = (5, 9, 60, 100)  # tokens: prompts of one length are a batch without padding for transformers
 PROMPTS = (

@@ -32,6 +32,8 @@ from kvtier.tier.node.service import CacheService
 from kvtier.tier.pages.page import PageFormat, TierName
 from kvtier.workers.runner import runner as runner_module
 
+pytestmark = pytest.mark.slow
+
 RECIPES: dict[str, dict[str, Any]] = {
     "timedecay": {"cache_format": "timedecay", "recent_tokens": 64, "decay_sinks": 16, "native": "auto"},
     "int4c": {"cache_format": "int4c", "native": "auto"},

@@ -18,6 +18,8 @@ from kvtier.kernels.layout import check_conversion, check_plan
 from kvtier.kernels.ops import Format, IntArray, Kernels, KVLayout, PlanSequence, StepPlan, make_plan
 from kvtier.kernels.triton_kernels import TritonKernels
 
+pytestmark = pytest.mark.slow
+
 ALL_KINDS = [
     *(functools.partial(kernels, kind) for kind in KINDS),
     lambda: TritonKernels(torch.device("cpu")),

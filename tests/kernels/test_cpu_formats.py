@@ -31,6 +31,8 @@ from kvtier.kernels.ops import (
     make_plan,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYER = 1
 TOKEN_WISE = [Format.RAW, Format.FP8, Format.INT8, Format.K8V4, Format.INT4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

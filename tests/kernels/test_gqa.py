@@ -22,6 +22,8 @@ from kvtier.kernels import reference
 from kvtier.kernels.gqa import INTERPRETED, PagedAttention, Tuning
 from kvtier.kernels.ops import Format, KVLayout, PlanSequence, StepPlan, make_plan
 
+pytestmark = pytest.mark.slow
+
 LAYER = 1
 SHAPES = [(16, 1, 64), (32, 3, 80), (64, 4, 128), (16, 7, 96), (64, 8, 64), (32, 16, 256)]
 

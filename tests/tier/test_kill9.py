@@ -17,6 +17,8 @@ from kvtier.tier.pages.page import slot_bytes
 from kvtier.tier.stores.ssd.layout import Store
 from kvtier.tier.stores.ssd.store import open_ssd
 
+pytestmark = pytest.mark.slow
+
 KITS = Path(__file__).parents[1] / "kits"
 PAGE_BYTES = 100 * 1024 + 256
 CAPACITY = 12 * 2**20

@@ -25,6 +25,8 @@ from kvtier.tier.stores.ssd.layout import Store
 from kvtier.tier.stores.ssd.opening import keep
 from kvtier.tier.stores.ssd.store import SsdTier, open_ssd
 
+pytestmark = pytest.mark.slow
+
 PAGE_BYTES = 60 * 1024
 SLOT_BYTES = slot_bytes(PAGE_BYTES)
 CAPACITY = 5 * 2**20

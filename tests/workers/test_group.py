@@ -27,6 +27,8 @@ from kvtier.workers.models.formats import largest_page_bytes
 from kvtier.workers.parallel.pages import RankPages
 from kvtier.workers.runner.runner import GroupPages, SequenceRows, StepBatch
 
+pytestmark = pytest.mark.slow
+
 PROMPT = random_tokens(1, 70, tiny_models.VOCAB).tolist()
 
 

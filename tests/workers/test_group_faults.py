@@ -35,6 +35,8 @@ from kvtier.workers.parallel.rank import Mailbox
 from kvtier.workers.requests.api import FinishReason, WorkerStopped
 from kvtier.workers.runner.runner import StepBatch
 
+pytestmark = pytest.mark.slow
+
 WATCHED_S = 6.0  # a group's patience where a test waits for it
 
 

@@ -19,6 +19,8 @@ from kvtier.kernels.triton_kernels import TritonKernels
 from kvtier.tier.pages.identity import root_key
 from kvtier.workers.models import base as model
 
+pytestmark = pytest.mark.slow
+
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 NEW_TOKENS = 64
 WINDOW = 32

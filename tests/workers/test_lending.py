@@ -28,6 +28,8 @@ from kvtier.tier.protocol.ipc import NodeClient
 from kvtier.tier.protocol.messages import Arena, FramesGranted, Hello, RecallFrames, WantFrames
 from kvtier.workers.requests.api import FinishReason
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("write", "as_on_gpu"), [("through", False), ("demote", False), ("through", True)])
 def test_pages_that_leave_l1_come_back_from_a_peer_with_the_same_tokens(

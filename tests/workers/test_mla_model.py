@@ -24,6 +24,8 @@ from kvtier.workers.models.forwards import latent as model_mla
 from kvtier.workers.models.forwards.latent import LatentModel
 from kvtier.workers.runner.runner import Runner
 
+pytestmark = pytest.mark.slow
+
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 NEW_TOKENS = 64
 YARN = {

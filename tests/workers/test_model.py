@@ -23,6 +23,8 @@ from kvtier.tier.pages.page import PageFormat, PageSpec
 from kvtier.workers.models.base import page_spec, read_shape
 from kvtier.workers.runner.runner import IntArray, Runner, StepBatch
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 150
 FAMILIES: dict[str, Callable[..., Path]] = {
     "llama": tiny_models.make_tiny_llama,

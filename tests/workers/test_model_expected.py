@@ -20,6 +20,8 @@ from kvtier.workers.models.forwards import reference as model_expected
 from kvtier.workers.models.forwards.reference import Expected, compute_expected
 from kvtier.workers.runner.runner import Runner, load_runner
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 OF_ITS_OWN = """

@@ -24,6 +24,8 @@ from kvtier.workers.models.files.weights import Checkpoint
 from kvtier.workers.models.forwards import lean as model_lean
 from kvtier.workers.models.forwards.rope import Rope
 
+pytestmark = pytest.mark.slow
+
 FORWARDS = ("lean", "transformers")
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 Tensors = dict[str, torch.Tensor]

@@ -17,6 +17,8 @@ from worker_kit import caching
 from kvtier.tier.l1.arena import Arena, PeerArena
 from kvtier.tier.pages.page import TierName
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 6
 
 

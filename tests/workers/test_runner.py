@@ -39,6 +39,8 @@ from kvtier.workers.runner.runner import (
     load_runner,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def load(folder: Path, cache_dir: Path, **changes: Any) -> Runner:
     options: dict[str, Any] = {

@@ -25,6 +25,8 @@ from kvtier.workers.models.forwards.lean import LeanWeights, load_rope
 from kvtier.workers.models.forwards.rope import Rope
 from kvtier.workers.runner.runner import IntArray
 
+pytestmark = pytest.mark.slow
+
 SEEN_KINDS = tuple(kind for kind in KINDS if kind != "portable")
 STREAM = Window(64, 4)
 TOKENS = 360

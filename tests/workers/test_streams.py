@@ -32,6 +32,8 @@ from kvtier.tier.stores.base import Outcome
 from kvtier.workers.node_io import pager
 from kvtier.workers.node_io.namespaces import MAX_KINDS
 
+pytestmark = pytest.mark.slow
+
 WINDOW = {"window": 64, "sinks": 4}
 
 

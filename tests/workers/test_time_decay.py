@@ -26,6 +26,8 @@ from worker_kit import (
 
 from kvtier.tier.pages.page import PageFormat, TierName
 
+pytestmark = pytest.mark.slow
+
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"cache_format": "fp8"},
     "int8": {"cache_format": "int8"},

@@ -16,6 +16,8 @@ from kvtier.workers.runner import runner as runner_module
 from kvtier.workers.runner.runner import load_runner
 from kvtier.workers.runner.warm_up import warm_up
 
+pytestmark = pytest.mark.slow
+
 Kind = tuple[Any, ...]
 
 

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtier.workers.engine.outputs import FrameReader, unpack_hello, unpack_outputs
 from kvtier.workers.requests.api import FinishReason
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys
