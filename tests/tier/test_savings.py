@@ -198,7 +198,7 @@ def test_workers_are_asked_by_exchanges_alone_and_only_for_pages_they_can_have()
 
 
 def test_what_is_asked_for_at_once_is_bounded() -> None:
-    world, (worker,), exchange = world_of(limits=Limits(savings=3))
+    world, (worker,), exchange = world_of(limits=Limits(saves=3))
 
     first = world.locate(exchange, "p", TENANT, "ab")
     second = world.locate(exchange, "q", TENANT, "abcd")

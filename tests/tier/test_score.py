@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from kvtier.tier.policy.base import GONE, SHARED, Costs, Lru, PolicySettings, ScoreWeights, Use, joint_session
 from kvtier.tier.policy.ghost_cache import GhostCache
 from kvtier.tier.policy.guard import Guarded
-from kvtier.tier.policy.registry import NAMES, make_policy
+from kvtier.tier.policy.registry import make_policy, policy_names
 from kvtier.tier.policy.rvi.policy import Rvi
 from kvtier.tier.policy.weighted import WeightedScore
 
 
 def test_every_policy_is_made_by_its_name_and_others_are_refused_with_the_choices() -> None:
-    made = {name: make_policy(PolicySettings(name=name), 100).name for name in NAMES}
+    made = {name: make_policy(PolicySettings(name=name), 100).name for name in policy_names()}
 
-    assert made == {name: name for name in NAMES}
+    assert made == {name: name for name in policy_names()}
     with pytest.raises(ValueError, match=r"must be one of rvi, score, lru, got 'mru'"):
         make_policy(PolicySettings(name="mru"), 100)
 
@@ -124,7 +124,7 @@ requests = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests, st.integers(1, 30), st.sampled_from(NAMES))
+@given(requests, st.integers(1, 30), st.sampled_from(policy_names()))
 def test_every_policy_keeps_to_the_capacity_and_to_whole_prefixes(
     asked: list[tuple[int, int, bool]], capacity: int, name: str
 ) -> None:

@@ -97,7 +97,7 @@ def test_the_step_loop_turns_between_parts_of_what_is_asked_of_all_pages(
         client.generate(prompt(70))
         client.generate(prompt(70, seed=1), window=64)
         keys = {bytes.fromhex(page.key) for page in worker.pages()}
-        monkeypatch.setattr(worker, "_part_pages", 3)
+        monkeypatch.setattr(worker._loop, "part_pages", 3)
         turns: list[float] = []
         monkeypatch.setattr(worker._loop.heartbeat, "turned", lambda: turns.append(0.0))
         in_turn: list[int] = []
@@ -130,7 +130,7 @@ def test_named_pages_of_many_parts_have_the_outcomes_of_one(
         client.generate(prompt(70))
         keys = [bytes.fromhex(page.key) for page in sorted(worker.pages(), key=lambda page: page.depth)]
         asked = [*keys, bytes(32)]
-        monkeypatch.setattr(worker, "_part_pages", 2)
+        monkeypatch.setattr(worker._loop, "part_pages", 2)
         wanted = [*((key, Outcome.ACCEPTED) for key in keys), (bytes(32), Outcome.MISSING)]
 
         assert len(keys) == 4
