@@ -15,9 +15,10 @@ from waiting import eventually
 
 from kvtier.cluster.gateway.streams import outputs as gateway_outputs
 from kvtier.cluster.gateway.streams.outputs import OutputReceiver
+from kvtier.tier.protocol.frames import FrameReader, pack_frame
 from kvtier.workers.actor import Outbox
 from kvtier.workers.engine import outputs
-from kvtier.workers.engine.outputs import FrameReader, OutputSender, pack_frame, unpack_outputs
+from kvtier.workers.engine.outputs import MAX_FRAME_BYTES, OutputSender, unpack_outputs
 from kvtier.workers.requests.api import FinishReason, Output, Timings, TokenLogprobs, Usage
 
 WHOLE = Output(
@@ -139,10 +140,10 @@ def test_workers_that_do_not_connect_are_named(listening: Listening) -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff",
-        pack_frame(b"no hello"),
-        pack_frame(b"x" * 5000),
-        pack_frame(b"\x81\xa1a" + b"\x91" * 4000),
-        pack_frame(b"\x82\xa9worker_id\xa1\xff\xa6secret\xc0"),
+        pack_frame(b"no hello", 2**20),
+        pack_frame(b"x" * 5000, 2**20),
+        pack_frame(b"\x81\xa1a" + b"\x91" * 4000, 2**20),
+        pack_frame(b"\x82\xa9worker_id\xa1\xff\xa6secret\xc0", 2**20),
     ],
     ids=["http", "huge length", "no hello", "long hello", "lists in lists", "no text"],
 )
@@ -352,7 +353,7 @@ def test_a_gateway_that_is_stalled_holds_no_step_loop_up_and_gets_all_when_it_go
         for _ in range(3):
             sender.send([LARGE])  # would wait for the reader below, which comes after it
 
-        reader = FrameReader()
+        reader = FrameReader(MAX_FRAME_BYTES)
         frames: list[bytes] = []
         theirs.setblocking(False)
         while sender._unsent or len(frames) < sent + 1:
@@ -408,8 +409,8 @@ def test_what_is_kept_for_a_gateway_that_takes_nothing_has_a_bound(monkeypatch: 
 @settings(deadline=None)
 @given(bodies=st.lists(st.binary(max_size=20), max_size=5), cut=st.integers(1, 7))
 def test_frames_come_out_as_they_went_in_however_they_are_cut(bodies: list[bytes], cut: int) -> None:
-    data = b"".join(map(pack_frame, bodies))
-    reader = FrameReader()
+    data = b"".join(pack_frame(body, 2**20) for body in bodies)
+    reader = FrameReader(MAX_FRAME_BYTES)
 
     frames = [frame for at in range(0, len(data), cut) for frame in reader.feed(data[at : at + cut])]
 
@@ -420,4 +421,4 @@ def test_a_frame_longer_than_allowed_is_refused_before_it_is_held() -> None:
     reader = FrameReader(max_bytes=10)
 
     with pytest.raises(ValueError, match="frame of 11 bytes, at most 10"):
-        reader.feed(pack_frame(b"x" * 11)[:4])
+        reader.feed(pack_frame(b"x" * 11, 2**20)[:4])

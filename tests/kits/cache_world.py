@@ -417,7 +417,7 @@ class World:
             worker.asked_in_clear.discard(message.request_id)
             if self.is_clearing(message.tenant):
                 worker.asked_in_clear.add(message.request_id)
-        (heard,) = ipc.FrameReader(ToNode).feed(ipc.frame(message))
+        (heard,) = ipc.MessageReader(ToNode).feed(ipc.frame(message))
         self.tell(FromWorker(worker.ref, heard))  # type: ignore[arg-type]  # the decoder's union
         return list(worker.messages)
 

@@ -19,7 +19,7 @@ from kvtier.tier.node.service import CacheService
 from kvtier.tier.protocol import ipc
 from kvtier.tier.protocol import parts as message_parts
 from kvtier.tier.protocol.events import FromWorker, WorkerGone, WorkerRef
-from kvtier.tier.protocol.ipc import FrameReader, Garbage, NodeClient, NodeRefused, NodeServer, frame
+from kvtier.tier.protocol.ipc import Garbage, MessageReader, NodeClient, NodeRefused, NodeServer, frame
 from kvtier.tier.protocol.messages import (
     Grant,
     Granted,
@@ -80,7 +80,7 @@ def test_frames_are_read_however_the_stream_is_cut() -> None:
     stream = b"".join(frame(message) for message in messages)
 
     for size in (1, 3, 7, len(stream)):
-        reader = FrameReader(ToNode)
+        reader = MessageReader(ToNode)
         got = [m for at in range(0, len(stream), size) for m in reader.feed(stream[at : at + size])]
         assert got == messages
 
@@ -92,7 +92,7 @@ def test_frames_are_read_however_the_stream_is_cut() -> None:
 )
 def test_bytes_that_are_no_message_are_garbage(garbage: bytes) -> None:
     with pytest.raises(Garbage):
-        FrameReader(ToNode).feed(garbage)
+        MessageReader(ToNode).feed(garbage)
 
 
 def test_a_message_too_long_to_be_taken_is_not_sent() -> None:

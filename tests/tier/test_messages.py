@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from kvtier.tier.node.state.records import envelope_of
 from kvtier.tier.pages.page import Envelope, PageFormat
-from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.ipc import Garbage, MessageReader, frame
 from kvtier.tier.protocol.messages import (
     Copied,
     Finished,
@@ -60,7 +60,7 @@ KINDS = get_args(ToNode)
 def heard(plain: Any) -> Any:
     """What the other end of a socket makes of plain values. Raises Garbage."""
     body = msgspec.msgpack.encode(plain)
-    (message,) = FrameReader(ANY).feed(struct.pack("<I", len(body)) + body)
+    (message,) = MessageReader(ANY).feed(struct.pack("<I", len(body)) + body)
     return message
 
 
@@ -75,7 +75,7 @@ def is_taken(plain: Any) -> bool:
 def test_each_kind_of_message_comes_as_it_was_sent() -> None:
     assert {type(message) for message in GOOD} == set(get_args(ANY))
     for message in GOOD:
-        assert FrameReader(ANY).feed(frame(message)) == [message]
+        assert MessageReader(ANY).feed(frame(message)) == [message]
 
 
 # ---- each field ----------------------------------------------------------------------------------------------------

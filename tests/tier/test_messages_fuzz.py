@@ -42,7 +42,7 @@ from kvtier.tier.protocol.events import (
     WriteFailed,
     WritePage,
 )
-from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.ipc import Garbage, MessageReader, frame
 from kvtier.tier.protocol.messages import (
     Chain,
     Copied,
@@ -140,7 +140,7 @@ class Life:
         if self.random.random() < 0.95:
             message = self._likely(message)
         try:
-            (heard,) = FrameReader(ToNode).feed(frame(message))
+            (heard,) = MessageReader(ToNode).feed(frame(message))
         except Garbage:
             self._tell(WorkerGone(self.workers.pop(name)))
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.tier.protocol.ipc import FrameReader, frame
+from kvtier.tier.protocol.ipc import MessageReader, frame
 from kvtier.workers.parallel.plan import (
     MAX_UNANSWERED,
     Done,
@@ -102,7 +102,7 @@ def test_a_batch_goes_over_the_wire_without_its_wanted_logits() -> None:
         np.array([1, 2], np.int32),
     )
 
-    (step,) = FrameReader(ToRank).feed(frame(Step(9, forward_step(batch))))
+    (step,) = MessageReader(ToRank).feed(frame(Step(9, forward_step(batch))))
 
     assert isinstance(step, Step) and step.number == 9 and isinstance(step.body, Forward)
     found = batch_of(step.body)

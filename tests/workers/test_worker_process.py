@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.workers.engine.outputs import FrameReader, unpack_hello, unpack_outputs
+from kvtier.tier.protocol.frames import FrameReader
+from kvtier.workers.engine.outputs import MAX_FRAME_BYTES, unpack_hello, unpack_outputs
 from kvtier.workers.requests.api import FinishReason
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def run(model: Path, how: str) -> tuple[int, list[FinishReason], str]:
 
 def _read(server: socket.socket) -> tuple[list[FinishReason], str]:
     connection, _ = server.accept()
-    reader, frames = FrameReader(), 0
+    reader, frames = FrameReader(MAX_FRAME_BYTES), 0
     with connection:
         connection.settimeout(120)
         while data := connection.recv(1 << 16):

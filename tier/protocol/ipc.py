@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.tier.protocol.events import FromWorker, WorkerGone, WorkerRef
+from kvtier.tier.protocol.frames import FrameReader, pack_frame
 from kvtier.tier.protocol.messages import Arena, Grant, Hello, Refused, ToNode, ToWorker, Welcome
 from kvtier.tier.protocol.parts import parts
 from kvtier.tier.protocol.rules import malformed
@@ -41,7 +42,6 @@ ARENA_FDS = 2  # of one arena: its lifeline, and its memfd where it has one
 _CHUNK_BYTES = 256 * 1024
 _CHUNKS_PER_POLL = 16
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
-_LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Heard = FromWorker | WorkerGone
@@ -57,32 +57,22 @@ class Garbage(Exception):
     """What arrived is no frame of this protocol."""
 
 
-class FrameReader:
-    """Cuts a stream of bytes into frames and decodes them; holds at most one frame that isn't whole."""
+class MessageReader:
+    """Decodes the messages of a stream, checking the range of each field; holds at most one that isn't whole."""
 
     def __init__(self, kind: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
-        self._rest = b""
+        self._frames = FrameReader(MAX_FRAME_BYTES)
 
     def feed(self, chunk: bytes) -> list[object]:
         """The messages completed by `chunk`. Raises Garbage."""
-        data = self._rest + chunk if self._rest else chunk
-        view = memoryview(data)
-        messages: list[object] = []
-        start = 0
-        while len(data) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(data, start)
-            if length > MAX_FRAME_BYTES:
-                raise Garbage(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
-            body = start + _LENGTH.size
-            if len(data) - body < length:
-                break
-            messages.append(self._decoded(view[body : body + length]))
-            start = body + length
-        self._rest = data[start:]
-        return messages
+        try:
+            bodies = self._frames.feed(chunk)
+        except ValueError as error:
+            raise Garbage(str(error)) from error
+        return [self._decoded(body) for body in bodies]
 
-    def _decoded(self, body: memoryview) -> object:
+    def _decoded(self, body: bytes) -> object:
         try:
             message: object = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:  # the latter: of lists in lists in lists
@@ -95,10 +85,7 @@ class FrameReader:
 
 def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over the wire. ValueError when it is too long to be taken."""
-    body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} are taken")
-    return _LENGTH.pack(len(body)) + body
+    return pack_frame(msgspec.msgpack.encode(message), MAX_FRAME_BYTES)
 
 
 def _check_path(path: str | Path) -> str:
@@ -125,7 +112,7 @@ class _Riders:
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
-    reader: FrameReader = field(default_factory=lambda: FrameReader(ToNode))
+    reader: MessageReader = field(default_factory=lambda: MessageReader(ToNode))
     ref: WorkerRef | None = None
     unsent: bytearray = field(default_factory=bytearray)
     # Descriptors to ride along with the byte of `unsent` at which their message begins; all but the slab's are its own.
@@ -470,7 +457,7 @@ class NodeClient:
         connection: socket.socket,
         welcome: Welcome,
         slab: HostTier | None,
-        reader: FrameReader,
+        reader: MessageReader,
         first: list[object],
         on_message: Callable[[ToWorker], None],
         on_closed: Callable[[], None],
@@ -508,7 +495,7 @@ class NodeClient:
         `arena_fds` ride along with a Hello that lends; they stay the caller's.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        reader = FrameReader(ToWorker)
+        reader = MessageReader(ToWorker)
         fds: list[int] = []
         try:
             connection.settimeout(timeout_s)
@@ -542,7 +529,7 @@ class NodeClient:
                 os.close(fd)
 
     @staticmethod
-    def _first_messages(connection: socket.socket, reader: FrameReader, fds: list[int]) -> list[object]:
+    def _first_messages(connection: socket.socket, reader: MessageReader, fds: list[int]) -> list[object]:
         while True:
             chunk, received, _, _ = socket.recv_fds(connection, _CHUNK_BYTES, ARENA_FDS, _CLOEXEC)
             fds.extend(received)

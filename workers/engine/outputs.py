@@ -7,13 +7,13 @@ costs a tenth, keeps the order, and a broken connection tells the gateway at onc
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
+from kvtier.tier.protocol.frames import pack_frame
 from kvtier.workers.engine.heartbeat import TURN_S
 from kvtier.workers.machine.endpoints import Endpoint
 from kvtier.workers.requests.api import Output
@@ -26,7 +26,7 @@ MAX_UNSENT_BYTES = MAX_FRAME_BYTES
 KEEPALIVE_S = (
     20  # a machine that answers nothing for so long is gone: less finds it sooner, more bears a slow network
 )
-_LENGTH = struct.Struct("<I")
+MAX_SENT_BYTES = 2**32 - 1  # in one frame: its length has four bytes
 
 
 class StepOutputs:
@@ -83,7 +83,7 @@ class OutputSender:
             keep_alive(connection)
             # Keep-alive looks at silent connections only, and this one says something every second.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * UNSENT_S))
-            connection.sendall(pack_frame(_encoder.encode(OutputHello(worker_id, secret))))
+            connection.sendall(pack_frame(_encoder.encode(OutputHello(worker_id, secret)), MAX_HELLO_BYTES))
             connection.settimeout(None)
         except BaseException:
             connection.close()
@@ -95,7 +95,7 @@ class OutputSender:
         now = self._clock()
         if not self._unsent:
             self._taken_s = now
-        self._unsent += pack_frame(_encoder.encode(outputs))
+        self._unsent += pack_frame(_encoder.encode(outputs), MAX_SENT_BYTES)
         with suppress(BlockingIOError):
             sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
             del self._unsent[:sent]
@@ -126,36 +126,6 @@ def keep_alive(connection: socket.socket) -> None:
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         connection.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S // 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def pack_frame(body: bytes) -> bytes:
-    """Length, little-endian, and body."""
-    return _LENGTH.pack(len(body)) + body
-
-
-class FrameReader:
-    """Cuts a byte stream into frames of at most `max_bytes`. Holds less than one frame."""
-
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The frames that `data` completes. Raises ValueError for a length that can't be."""
-        self._buffer += data
-        frames: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > self.max_bytes:
-                raise ValueError(f"frame of {length} bytes, at most {self.max_bytes} expected")
-            end = start + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
-        return frames
 
 
 def unpack_hello(frame: bytes) -> OutputHello:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.ipc import Garbage, MessageReader, frame
 from kvtier.workers.parallel.plan import (
     Begin,
     Body,
@@ -222,7 +222,7 @@ class GroupLink:
             raise GroupBroken(self._ledger.error) from error
 
     def _read(self, other: _Rank) -> None:
-        reader = FrameReader(FromRank)
+        reader = MessageReader(FromRank)
         while not self._closing.is_set():
             try:
                 chunk = other.socket.recv(CHUNK_BYTES)

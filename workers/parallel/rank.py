@@ -21,7 +21,7 @@ import torch
 
 from kvtier.kernels.memory import raise_malloc_thresholds
 from kvtier.tier.pages.page import HEADER_BYTES, PageFormat
-from kvtier.tier.protocol.ipc import FrameReader, Garbage, frame
+from kvtier.tier.protocol.ipc import Garbage, MessageReader, frame
 from kvtier.tier.stores.base import Place
 from kvtier.tier.stores.host import HostTier
 from kvtier.workers.models.shards.collective import Collective
@@ -102,7 +102,7 @@ class Mailbox:
             os.close(self._fds.get())
 
     def _read(self) -> None:
-        reader = FrameReader(ToRank)
+        reader = MessageReader(ToRank)
         while True:
             try:
                 chunk, fds, _, _ = socket.recv_fds(self._socket, CHUNK_BYTES, FDS, socket.MSG_CMSG_CLOEXEC)

@@ -8,10 +8,10 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 
+from kvtier.tier.protocol.frames import FrameReader
 from kvtier.workers.engine.outputs import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
-    FrameReader,
     keep_alive,
     unpack_hello,
     unpack_outputs,
