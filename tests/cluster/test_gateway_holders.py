@@ -20,11 +20,11 @@ from kvtier.cluster.gateway.owners.locations import (
     KEY_BYTES,
     MOST_PAUSE_S,
     Addresses,
-    Breaker,
     Holders,
 )
 from kvtier.cluster.gateway.ports import OwnerDown
 from kvtier.tier.pages.identity import page_keys, root_key, tenant_salt
+from kvtier.tier.transport.peer_health import Breaker
 from kvtier.workers.requests.api import EngineRequest, WorkerInfo
 
 HINT = Held("n1", "", "L3", "peer:7", 2)
@@ -199,32 +199,49 @@ def test_only_an_exchange_itself_takes_the_place_of_one_that_was_dropped(
 
 def test_however_many_are_under_way_when_it_fails_the_pause_is_the_first_one() -> None:
     """A hundred lookups that a directory let wait for 40 ms were a hundred failures in a row: no hints for 30 s."""
-    breaker = Breaker()
-    told = [breaker.failed(0.0, 0.04 + number / 1e6) for number in range(100)]
 
-    assert told.count(True) == 1
-    assert not breaker.may_ask(1.0)
-    assert breaker.may_ask(0.05 + gateway_holders.PAUSE_S)
-    assert not breaker.failed(0.05 + gateway_holders.PAUSE_S, 1.1)
-    assert not breaker.may_ask(1.1 + 1.9 * gateway_holders.PAUSE_S)
-    assert breaker.may_ask(1.1 + 2 * gateway_holders.PAUSE_S)
+    async def answer() -> Sequence[Held]:
+        await asyncio.Event().wait()
+        return []
+
+    directory, now = Directory(answer), 0.0
+    holders = Holders(directory, lambda: now)
+
+    async def at_once(times: int) -> None:
+        await asyncio.gather(*(holders.lookup([b"k" * 32]) for _ in range(times)))
+
+    asyncio.run(at_once(100))
+    now = 0.9 * gateway_holders.PAUSE_S
+    asyncio.run(at_once(10))
+    assert len(directory.asked) == 100
+    now = gateway_holders.PAUSE_S
+    asyncio.run(at_once(10))
+    assert len(directory.asked) == 101
+    now += 1.9 * gateway_holders.PAUSE_S
+    asyncio.run(at_once(10))
+    assert len(directory.asked) == 101
+    now += 0.1 * gateway_holders.PAUSE_S
+    asyncio.run(at_once(10))
+    assert len(directory.asked) == 102
 
 
 @given(answers=st.lists(st.tuples(st.booleans(), st.floats(0.0, 40.0)), max_size=60))
 def test_one_that_fails_is_tried_ever_more_seldom_but_never_given_up(
     answers: list[tuple[bool, float]],
 ) -> None:
-    breaker, now, failures, last_try = Breaker(), 0.0, 0, 0.0
+    breaker, now, failures, last_try = Breaker(FAILURES, 1.0, MOST_PAUSE_S), 0.0, 0, 0.0
     for is_well, pause in answers:
         now += pause
-        if not breaker.may_ask(now):
+        if breaker.why_not(now) is not None:
             assert failures >= FAILURES
             assert now - last_try < MOST_PAUSE_S
             continue
         last_try = now
+        is_probe = breaker.begin()
+        assert is_probe == (failures >= FAILURES)
         if is_well:
-            assert breaker.answered() == (failures >= FAILURES)
+            breaker.succeeded()
             failures = 0
         else:
             failures += 1
-            assert breaker.failed(now, now) == (failures == FAILURES)
+            assert breaker.failed(now, is_probe=is_probe) == (failures >= FAILURES)

@@ -14,11 +14,14 @@ BreakerState = Literal["closed", "open", "half-open"]
 
 @dataclass(slots=True)
 class Breaker:
-    """Opens after OPEN_AFTER failures in a row, for OPEN_FIRST_S, each time in a row twice as long, to OPEN_LAST_S.
+    """Opens after `open_after` failures in a row, for `first_s` seconds, each time in a row twice as long, to `last_s`.
 
     Then one probe goes: it closes the breaker, or opens it again.
     """
 
+    open_after: int = OPEN_AFTER
+    first_s: float = OPEN_FIRST_S
+    last_s: float = OPEN_LAST_S
     failures: int = 0  # in a row
     open_until: float | None = None
     open_s: float = 0.0  # how long it opened the last time
@@ -56,9 +59,9 @@ class Breaker:
         if self.open_until is not None and not is_probe:
             return False
         self.failures += 1
-        if self.failures < OPEN_AFTER:
+        if self.failures < self.open_after:
             return False
-        self.open_s = min(2 * self.open_s, OPEN_LAST_S) if self.open_s else OPEN_FIRST_S
+        self.open_s = min(2 * self.open_s, self.last_s) if self.open_s else self.first_s
         self.open_until, self.is_probing = now + self.open_s, False
         return True
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvtier.cluster.directory.locations import Held
 from kvtier.cluster.gateway.ports import OwnerDown
 from kvtier.cluster.gateway.requests.reading import Refusal
+from kvtier.tier.transport.peer_health import Breaker
 
 LOOKUP_S = 0.03  # a request waits no longer for hints; more finds more of a busy directory's
 FAILURES = 3  # in a row, and it isn't asked for a while
@@ -24,54 +25,6 @@ class HoldersPort(Protocol):
     """The directory. `keys` are the leading KEY_BYTES of the keys of a prompt's pages. Raises OwnerDown and Refusal."""
 
     async def lookup(self, keys: bytes) -> Sequence[Held]: ...
-
-
-class Breaker:
-    """Says whether to ask one who has failed. Pure: `now` comes from outside, and never goes back."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._pause_s = PAUSE_S
-        self._closed_until_s = 0.0
-        self._closed_s = 0.0  # when it was last closed, or opened for a try
-
-    @property
-    def is_open(self) -> bool:
-        """The last answers were failures."""
-        return self._failures >= FAILURES
-
-    def may_ask(self, now: float) -> bool:
-        """Whether to try; while it fails, one try at a time."""
-        if not self.is_open:
-            return True
-        if now < self._closed_until_s:
-            return False
-        self._close(now)
-        return True
-
-    def failed(self, asked_s: float, now: float) -> bool:
-        """What it was asked at `asked_s` it did not answer; whether it isn't asked any more from now on.
-
-        Many may be under way when it is found to fail: they are of one mishap, which lengthens no pause.
-        """
-        was_open = self.is_open
-        if was_open and asked_s < self._closed_s:
-            return False
-        self._failures += 1
-        if not self.is_open:
-            return False
-        self._pause_s = min(MOST_PAUSE_S, 2 * self._pause_s) if was_open else PAUSE_S
-        self._close(now)
-        return not was_open
-
-    def _close(self, now: float) -> None:
-        self._closed_s, self._closed_until_s = now, now + self._pause_s
-
-    def answered(self) -> bool:
-        """It answered; whether it hadn't for a while."""
-        was_open = self.is_open
-        self._failures = 0
-        return was_open
 
 
 class Addresses:
@@ -123,31 +76,36 @@ class Holders:
         self.skipped = 0  # requests that went without, since it had failed
         self._port = port
         self._clock = clock
-        self._breaker = Breaker()
+        self._breaker = Breaker(FAILURES, PAUSE_S, MOST_PAUSE_S)
 
     async def lookup(self, keys: Iterable[bytes]) -> list[Held]:
         """Holders of a prompt's pages, whose keys these are; none where the directory doesn't say in time."""
         joined = b"".join(key[:KEY_BYTES] for key in keys)
         if not joined:
             return []
-        asked_s = self._clock()
-        if not self._breaker.may_ask(asked_s):
+        breaker = self._breaker
+        if breaker.why_not(self._clock()) is not None:
             self.skipped += 1
             return []
+        is_probe = breaker.begin()
         self.lookups += 1
         try:
             async with asyncio.timeout(LOOKUP_S):
                 found = await self._port.lookup(joined)
         except TimeoutError:
-            return self._fail(asked_s, f"it does not answer within {1e3 * LOOKUP_S:.0f} ms")
+            return self._fail(is_probe, f"it does not answer within {1e3 * LOOKUP_S:.0f} ms")
         except (OwnerDown, Refusal) as error:
-            return self._fail(asked_s, str(error))
-        if self._breaker.answered():
+            return self._fail(is_probe, str(error))
+        finally:
+            breaker.ended(is_probe=is_probe)
+        if breaker.open_until is not None:
             log.warning("the directory answers again")
+        breaker.succeeded()
         return list(found)
 
-    def _fail(self, asked_s: float, why: str) -> list[Held]:
+    def _fail(self, is_probe: bool, why: str) -> list[Held]:
         self.failures += 1
-        if self._breaker.failed(asked_s, self._clock()):
+        was_open = self._breaker.open_until is not None
+        if self._breaker.failed(self._clock(), is_probe=is_probe) and not was_open:
             log.warning("the directory is asked no more for now, requests go without hints: %s", why)
         return []
