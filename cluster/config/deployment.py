@@ -24,7 +24,6 @@ from kvtier.cluster.config.nodes import (
 )
 from kvtier.cluster.config.values import Bytes, Host, Section
 from kvtier.tier.pages.page import MIN_QUANTIZED_PAGE_TOKENS
-from kvtier.tier.policy.plugins import load_policies
 
 CacheFormat = Literal["auto", "fp8", "int8", "k8v4", "int4", "int4c", "timedecay"]
 L4Format = Literal["", "fp8", "int8", "int4c"]
@@ -147,6 +146,9 @@ class CacheConfig(Section):
     @field_validator("policy")
     @classmethod
     def _is_registered(cls, value: str) -> str:
+        # Here and not above: policies need numpy, and most configurations name none.
+        from kvtier.tier.policy.plugins import load_policies
+
         if value not in load_policies():
             raise ValueError(f"must be one of {', '.join(load_policies())}, got {value!r}")
         return value
