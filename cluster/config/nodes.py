@@ -67,7 +67,7 @@ class WorkerConfig(Section):
             raise ValueError(f"must be both, prefill or decode, or a list of them, got {value!r}")
         if "both" not in there and (missing := {"prefill", "decode"} - set(there)):
             raise ValueError(
-                f"with workers that only {there[0]} nothing would {missing.pop()}: "
+                f"with workers that only {there[0]} no worker would {missing.pop()}: "
                 "use both, or a list such as [prefill, decode]"
             )
         return value

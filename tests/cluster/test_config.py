@@ -258,7 +258,7 @@ def test_overrides_can_set_lists_and_sections() -> None:
         ("worker.role=encode", ["worker.role", "both, prefill or decode", "'encode'"]),
         ("worker.role=[]", ["worker.role", "[]"]),
         ("worker.role=prefill", ["worker.role", "only prefill", "decode", "[prefill, decode]"]),
-        ("worker.role=[decode, decode]", ["worker.role", "only decode", "nothing would prefill"]),
+        ("worker.role=[decode, decode]", ["worker.role", "only decode", "no worker would prefill"]),
         ("worker.count=true", ["worker.count", "must not be true or false", "true"]),
         ("worker.max_sequences=100000000", ["worker.max_sequences", "65536"]),
         ("grpc.max_message_bytes=2147483648", ["grpc.max_message_bytes", "2147483647"]),
