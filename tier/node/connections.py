@@ -1,4 +1,4 @@
-"""Workers and exchanges come, are fenced, and go. Pure."""
+"""Connects, fences and disconnects workers and exchanges. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.tier.protocol.messages import Hello, Refused, Welcome
 
 
 class Connections:
-    """Workers come and go: who is served, who is fenced, and what becomes of what a gone one had."""
+    """Decides which workers are served, and frees what a gone one had."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Connections:
         self._peers.meet(worker)
 
     def _refusal(self, hello: Hello) -> str | None:
-        """Why this worker can't be served; None when it can."""
+        """Returns why a worker can't be served; None if it can."""
         if len(self._tables.workers) >= self._tables.limits.workers:
             return f"{self._tables.limits.workers} workers are connected, no more are served"
         if hello.role == "exchange":
@@ -110,7 +110,7 @@ class Connections:
         self._peers.peer_gone(worker)
 
     def blame(self, worker: Worker, wrong: str | None) -> None:
-        """A message that takes what the node knows to see that it can't be ends its sender's connection."""
+        """Ends the connection of a worker whose message can't be right by what the node knows."""
         if wrong is not None:
             self.bad_messages += 1
             self._fence(worker, wrong)

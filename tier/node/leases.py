@@ -1,4 +1,4 @@
-"""What a worker's requests have the node do: store pages, look up prefixes, lease pages until they are copied. Pure."""
+"""Handles stored pages, lookups of prefixes, and leases of pages that workers copy. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvtier.tier.protocol.messages import (
 
 
 class Leases:
-    """Stored pages, lookups, and leases of pages that workers copy: what a worker's requests have the node do."""
+    """Handles what the requests of workers ask of the node."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class Leases:
         return wrong
 
     def _is_cleared(self, stored: StoredPage) -> bool:
-        """Whether the page's tenant was cleared since the worker made it, who hasn't heard of that yet."""
+        """Returns whether the page's tenant was cleared after the worker made it."""
         self._admin.catch_up(stored.tenant, stored.cleared)
         return stored.cleared < self._tables.clear_epochs.of(stored.tenant)
 
     def _seal(self, worker: Worker, stored: StoredPage) -> HostCopy:
-        """The page's copy in L3 from now on: the one that was there before, else the one just stored."""
+        """Returns the page's copy in L3: the one that was there already, else the stored one."""
         page_id = (stored.key, stored.variant)
         page = self._tables.pages.get(page_id)
         if page is not None and page.host is not None:
@@ -116,7 +116,7 @@ class Leases:
         return self._intake.put_in(page, stored, "L3")
 
     def _came_down(self, page: Page, worker: Worker) -> None:
-        """A worker has stored the page: its copies here count."""
+        """Records that a worker has stored a page: it is no longer exclusive in an L1, nor being demoted."""
         self._residency.is_used_by(page, worker)
         self._residency.bring_back(page)
         self._eviction.stay(page)
@@ -150,7 +150,7 @@ class Leases:
         found: tuple[Hit, Missing | None],
         request: Request | None = None,
     ) -> None:
-        """Lease, or load, what the prefix needs, and say so."""
+        """Leases the pages of the prefix that are in L2 and L3, starts loading the others, and answers the worker."""
         hit, missing = found
         host: list[HostPage] = []
         loading: list[PageRef] = []
@@ -179,14 +179,14 @@ class Leases:
         self._out.send(worker, located)
 
     def _without_node(self, message: Locate, reason: str, detail: str) -> tuple[Hit, Missing | None]:
-        """What L1 alone can serve."""
+        """Returns the prefix that L1 alone has, and why no more is served."""
         lookup = Lookup(message, lambda key, variant: None, self._tables.limits.keys_per_locate)
         hit = lookup.longest()
         asked = message.first_page + len(message.chains[0].keys)
         return hit, Missing(hit.pages, reason, detail) if hit.pages < asked else None
 
     def _find(self, worker: Worker, message: Locate) -> tuple[Hit, Missing | None]:
-        """The longest prefix that is here and worth having, and why it is no longer."""
+        """Returns the longest prefix that costs less to bring than to compute, and why it is no longer."""
         if not self._tables.slots.capacity_bytes:
             return self._without_node(message, "cache_off", "the node has no L3")
         if self._admin.is_being_cleared(message.tenant):
@@ -247,7 +247,7 @@ class Leases:
         return Missing(hit.pages, gone.reason, where + gone.detail)
 
     def _smaller_variant(self, wanted: tuple[PageId, ...], tenant: bytes) -> str:
-        """The format, one of those that L4 keeps instead of L1's, in which one of these pages is here; "" for none."""
+        """Returns the lossier format that L4 has one of these pages in; "" for none."""
         for key, _ in wanted:
             for variant in sorted(self._tables.ssd_variants or ()):
                 page = self._tables.pages.get((key, variant))
@@ -284,7 +284,7 @@ class Leases:
         self._residency.host_counters.loads_s.append(message.seconds / len(message.pages))
 
     def _taken_up(self, page: Page, worker: Worker) -> None:
-        """A worker's L1 has the page now. Where no other uses it, one copy is enough, and that one will come down."""
+        """Marks a page that a worker has copied as exclusive in its L1, where no other worker uses it and it will be saved again."""
         if self._tables.pages.get(page.id) is not page:
             return
         if page.shared or page.user != worker.ref or not worker.hello.brings_down:

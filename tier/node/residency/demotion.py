@@ -1,4 +1,4 @@
-"""Which pages sink from L3 to L4, and which give way to them there. Pure.
+"""Demotes pages from L3 to L4, and evicts from L4. Pure.
 
 With `write="demote"` a page goes down when its turn comes, before its slot is wanted: some slots of L3 are free, or hold
 pages that may go at once. What is worth less than all that L4 holds is dropped instead of written.
@@ -47,7 +47,7 @@ class Demotion:
     # ---- whose turn it is --------------------------------------------------------------------------------------
 
     def pump_demotions(self) -> bool:
-        """Let as many pages begin to leave as there must be slots to come; whether any did."""
+        """Starts as many demotions as slots must come free. Returns True if any started."""
         if not self._tables.demotes or self._tables.quiesced:
             return False
         begun = False
@@ -65,7 +65,7 @@ class Demotion:
         return begun
 
     def _demote_excess(self, owner: bytes) -> None:
-        """Let as much of an owner's pages begin to leave as it is over its share."""
+        """Starts demotions of an owner that is over its share."""
         sizes = {
             size: orders
             for size in self._eviction.order_sizes
@@ -77,7 +77,7 @@ class Demotion:
                 return
 
     def _demote_lowest(self, groups: list[list[Order[Page]]]) -> bool:
-        """The page that is worth least begins to leave; False where there is none.
+        """Starts demoting the page with the lowest value. Returns False if there is none.
 
         Demoting needs no order among the pages of a chain, as they can still be found; dropping takes leaves.
         """
@@ -187,7 +187,7 @@ class Demotion:
     # ---- room in L4 --------------------------------------------------------------------------------------------
 
     def _retire_segment(self, segment: int) -> None:
-        """The disk has no room for this segment: L4 goes on with the others, and tries it again after a while.
+        """Retires a segment that the disk has no room for; it is tried again after RETIRED_S.
 
         One that has pages has its room already.
         """
@@ -197,7 +197,7 @@ class Demotion:
             self._ssd_restored_at = self._tables.now + RETIRED_S
 
     def _ssd_place(self, page: Page) -> Place | None:
-        """A slot of L4 for a page, made free if need be. None where that isn't possible now, or the page gives way.
+        """Returns a slot of L4 for a page, evicting if need be. None if there is none now, or the page isn't worth it.
 
         Slots of other sizes are of no use to it, but for all of a segment: where what leaves first is of other sizes,
         a segment of it goes.
@@ -239,7 +239,7 @@ class Demotion:
         self._residency.lost_if_nowhere(page, "evicted", self._tables.by_policy(page, TierName.SSD))
 
     def _begin_ssd_emptying(self, victim: Page) -> bool:
-        """All pages of this one's segment leave, so that it may serve another size; False, and none does, unless all may."""
+        """Starts evicting the whole segment of a page, for another slot size. Returns False, and evicts none, unless all may go."""
         assert self._tables.ssd is not None and victim.ssd is not None
         segment = victim.ssd.entry.place.segment
         pages = [self._residency.ssd_at.get(place) for place in self._tables.ssd.used_in(segment)]
@@ -252,7 +252,7 @@ class Demotion:
         return True
 
     def _go_on_emptying(self, segment: int) -> bool:
-        """As many pages of it leave as one event may push out; whether that is over, be it that one is pinned now."""
+        """Evicts the next pages of the segment. Returns True when it is empty, or given up because a page was pinned."""
         assert self._tables.ssd is not None
         pages = [
             page
@@ -272,7 +272,7 @@ class Demotion:
         return self._ssd_emptying is None
 
     def _ssd_victim_of(self, owners: list[bytes]) -> Page | None:
-        """What leaves L4 first of what these owners have there."""
+        """Returns the page of these owners that is evicted from L4 first."""
         groups = [self._eviction.ssd_orders[owner] for owner in owners if owner in self._eviction.ssd_orders]
         for rank in SsdRank:
             if groups and (page := self._eviction.lowest_ssd(groups, rank)) is not None:
@@ -280,7 +280,7 @@ class Demotion:
         return None
 
     def _gives_way(self, page: Page, victim: Page) -> bool:
-        """Whether a page that is to sink is worth less than what would have to leave L4 for it; then it goes.
+        """Returns whether a page to be demoted is worth less than the page that L4 would evict for it; if so, it is dropped.
 
         Where pages hang on it the lowest leaf of L3 goes in its place, if that is worth less, and it stays.
         """
@@ -303,7 +303,7 @@ class Demotion:
         return True
 
     def _least_staying(self, victim: Page) -> Page | None:
-        """What a page must be worth more than to be written in the place of `victim`; None: it is written at any worth.
+        """Returns the page whose value a page must exceed to be written in the place of `victim`. None: any value will do.
 
         While few copies in L4 are spare, the pages to come will soon have taken the places of those, and then push out
         what is worth least: what is worth less yet isn't written for that while.
@@ -320,7 +320,7 @@ class Demotion:
         return self._eviction.lowest_ssd(groups, SsdRank.LEAF)
 
     def _drop_at_once(self, page: Page) -> None:
-        """A page goes now, so that the one before it in its chain may."""
+        """Evicts a page from L3 now, so that the page before it in its chain can be evicted."""
         if page.host is not None and not page.host.readers and not page.pinned:
             self._residency.evict_host(page)
 

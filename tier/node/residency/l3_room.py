@@ -93,7 +93,7 @@ class L3Room:
         return Grant(slot, self._generation, payload_bytes)
 
     def _make_room(self, size: int, may_start: bool, owner: bytes) -> bool:
-        """Evict a page of this size, or a segment of another whose pages are all worth less.
+        """Evicts a page of this size, or a segment of another size whose pages are all worth less.
 
         Spent pages go first, then clean ones, dirty ones only while no write is about to end.
         """

@@ -1,4 +1,4 @@
-"""Moves pages from L4 to L3 for those that wait for them. Pure."""
+"""Promotes pages from L4 to L3 for requests that wait for them. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Promotion:
         self._residency, self._l3 = residency, l3
 
     def _may_read(self, page: Page) -> bool:
-        """May one more page be on its way up? Those that have come and aren't copied still are."""
+        """Returns whether one more read may start. Pages count until they have been copied to L1."""
         fits = (
             self._in_flight.read_bytes + self._in_flight.promoting_bytes + page.slot_bytes
             <= self._in_flight.max_promoting_bytes
@@ -60,7 +60,7 @@ class Promotion:
             )
 
     def _end_load(self, transfer: int) -> Load:
-        """A read is over; its slot is no longer arriving."""
+        """Removes a read that is over from the tables."""
         load = self._in_flight.reads.pop(transfer)
         assert load.grant is not None
         del self._in_flight.arriving[load.grant.slot]

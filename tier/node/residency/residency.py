@@ -1,4 +1,4 @@
-"""Pages come to L3 and L4 and leave them; who waits for one is served, or told why not. Pure."""
+"""Adds pages to L3 and L4, removes them, and serves or fails the requests that wait for them. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvtier.tier.stores.base import CatalogueEntry, Outcome, Place
 
 
 class Residency:
-    """Pages come to L3 and L4 and leave them, and who waits for a page is served or told: each move leaves all tables agreeing."""
+    """Every change of where a page is, and of who waits for it. Each method leaves all tables consistent."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Residency:
         self.ssd_counters = TierCounters()
 
     def recover(self, recovered: Sequence[CatalogueEntry]) -> Iterator[None]:
-        """The pages of the catalogue, as if each had been let go when it was last used; in parts, before any event.
+        """Adds the pages of L4's catalogue, as if each had been released at its last use. Yields after each part; before any event.
 
         `recovered` is in any order. A part is at least `limits.part` pages, and all those of one last use.
         """
@@ -139,7 +139,7 @@ class Residency:
         return copy
 
     def lost_if_nowhere(self, page: Page, reason: str, detail: str) -> None:
-        """Forget a page whose last copy is gone."""
+        """Forgets a page that no tier holds any more."""
         if page.host is not None or page.ssd is not None or self._tables.pages.get(page.id) is not page:
             return
         self.fail_waiters(page, reason, detail)
@@ -186,7 +186,7 @@ class Residency:
             self._free_slot(copy)
 
     def drop_ssd(self, page: Page, *, wipe: bool = False) -> None:
-        """The record goes now, the slot when its readers are gone."""
+        """Drops the page from L4: its catalogue record now, its slot once nothing reads it."""
         copy, page.ssd = page.ssd, None
         assert copy is not None
         del self.ssd_at[copy.entry.place]
@@ -203,7 +203,7 @@ class Residency:
             self.free_place(page, copy.entry.place, wipe)
 
     def drop_corrupt(self, copy: HostCopy, found_by: str) -> None:
-        """A copy in L3 failed its checksum: it is never served again, though readers may still hold it."""
+        """Drops a copy in L3 that failed its checksum. It is never served again, though readers may still hold it."""
         page = copy.page
         if page.host is not copy:
             return
@@ -226,7 +226,7 @@ class Residency:
             self._eviction.settle(page)
 
     def end_lease(self, copy: HostCopy) -> None:
-        """A worker has copied the page, or won't."""
+        """Ends a lease: the worker has copied the page, or won't."""
         copy.leases -= 1
         if copy.promoting and not copy.leases:
             copy.promoting = False
@@ -252,7 +252,7 @@ class Residency:
         self._tables.slots.free(copy.grant.slot)
 
     def mark_lasting(self, copy: HostCopy) -> None:
-        """After its holds, its page's pin, or whether it can be found have changed."""
+        """Tells the allocator whether a slot is held or pinned. Call it when either has changed."""
         pinned = copy.page.pinned and copy.page.host is copy
         self._tables.slots.set_lasting(copy.grant.slot, copy.holds > 0 or pinned)
         self._note_pin(copy.page)
@@ -264,7 +264,7 @@ class Residency:
             self.pins_to_come.pop(page, None)
 
     def set_pinned(self, page: Page, pinned: bool) -> None:
-        """Pin or unpin a page that is not so yet."""
+        """Sets or clears the pin of a page. It must not have that value yet."""
         assert page.pinned != pinned
         if pinned:
             self.restore(page)
@@ -306,7 +306,7 @@ class Residency:
         request.waits[ref] = load
 
     def end_waits(self, request: Request, from_page: int) -> None:
-        """Ends a request's waits; a queued load that nothing waits for is given up, a running one goes on."""
+        """Ends a request's waits from a page on. A queued load without waiters is cancelled; a running one goes on."""
         for ref in [ref for ref in request.waits if ref[1] >= from_page]:
             load = request.waits.pop(ref)
             del load.waiters[request, ref]
@@ -321,7 +321,7 @@ class Residency:
                 self._unqueue(load)
 
     def _unqueue(self, load: Load) -> None:
-        """A queued load is given up."""
+        """Cancels a queued load."""
         self.leave_queue(load)
         self.end_ssd_read(load.page, load.source)
 
@@ -330,7 +330,7 @@ class Residency:
         self._in_flight.queued_bytes -= load.page.envelope.payload_bytes
 
     def serve_waiters(self, page: Page, copy: HostCopy, came_from: CameFrom) -> None:
-        """The page is in L3: all that wait for it get a lease. Loads that another way overtook are abandoned."""
+        """Leases a page that has come to L3 to all waiters, and abandons loads of it by other ways."""
         load, page.load = page.load, None
         if load is not None:
             self._serve(load, copy, came_from)
@@ -364,7 +364,7 @@ class Residency:
         )
 
     def fail_waiters(self, page: Page, reason: str, detail: str) -> None:
-        """The page will not come: chains that wait for it end there. Its load is abandoned."""
+        """Fails all waiters of a page that will not come, and abandons its load."""
         load, page.load = page.load, None
         if load is None:
             return
@@ -382,13 +382,13 @@ class Residency:
                 self.forget_if_over(request)
 
     def supersede(self, page: Page) -> None:
-        """A page made from this one is here: until its next use it goes first, and not to L4."""
+        """Marks a page from which another was made: until its next use it is evicted first and not written to L4."""
         if not page.pinned and not page.superseded:
             page.superseded = True
             self._eviction.settle(page)
 
     def restore(self, page: Page) -> None:
-        """A use of the page, or the loss of what was made from it, makes it one like any other."""
+        """Clears `superseded`: the page was used, or the page made from it is gone."""
         if not page.superseded:
             return
         page.superseded = False
@@ -397,12 +397,12 @@ class Residency:
             self.queue_write(page)
 
     def queue_write(self, page: Page) -> None:
-        """A page has come to L3, or counts again: it goes on to L4, unless that is left to its ranking."""
+        """Queues a page of L3 to be written to L4 where writes are `through`; with `demote` eviction decides."""
         if not self._tables.demotes:
             self.queue_write_back(page)
 
     def queue_write_back(self, page: Page) -> None:
-        """Queue a page of L3 for L4, unless it is there, on its way, superseded, or never goes there."""
+        """Queues a page of L3 to be written to L4, unless it is there, being written, superseded, or of a format that L4 refuses."""
         write = self._in_flight.writing.get(page.id)
         is_underway = page.ssd is not None or (write is not None and write.page is page)
         if not (is_underway or page.superseded or self._tables.quiesced) and self._tables.goes_to_l4(page):
@@ -412,7 +412,7 @@ class Residency:
                 self.ssd_counters.refused_writes += 1
 
     def _is_worth_loading(self, page: Page) -> bool:
-        """Whether reading a page from L4 takes less than computing it, as far as both have been measured."""
+        """Returns whether reading a page from L4 takes less time than computing it. True while either isn't measured."""
         load_s = self._in_flight.ssd_load_s(page.slot_bytes)
         compute_s = self._tables.policy.costs.recompute_s(page.envelope.depth)
         is_slow = 0 < compute_s < load_s
@@ -442,13 +442,13 @@ class Residency:
             self._out.commands.append(SaveStored(self._tables.misses.stored_before()))
 
     def max_pinned_bytes(self) -> int:
-        """Pins may take half of the smallest tier that is on: there is always something to evict."""
+        """Most bytes of pinned pages: half of the smallest tier that is on, so that there is always something to evict."""
         if self._tables.ssd is None:
             return self._tables.slots.capacity_bytes // 2
         return min(self._tables.slots.capacity_bytes, self._tables.ssd.capacity_bytes) // 2
 
     def leave(self, page: Page) -> None:
-        """A page's turn to leave L3 has come: it sinks, or goes if that isn't worth it, however much room L4 has."""
+        """Starts demoting a page of L3: writes it to L4, or marks it to be dropped where it isn't worth a write."""
         page.leaving = Leaving.SINKS
         if page.ssd is None:
             if not self._tables.policy.is_dead(page.row):
@@ -458,18 +458,18 @@ class Residency:
         self._eviction.settle(page)
 
     def give_up(self, page: Page) -> None:
-        """A page whose turn it is won't get to L4: it goes, if none behind it in its chain is here."""
+        """Marks a page that can't be written to L4 to be dropped, unless a page behind it in its chain is here."""
         if page.leaving is Leaving.SINKS and page.envelope.key not in self._tables.children:
             page.leaving = Leaving.GOES
             self._eviction.settle(page)
 
     def is_used_by(self, page: Page, worker: Worker) -> None:
-        """Remember whether one worker alone uses a page."""
+        """Records a use: which worker, and whether another has used the page too."""
         page.shared |= page.user not in (None, worker.ref)
         page.user = worker.ref
 
     def bring_back(self, page: Page) -> None:
-        """What a worker had taken up may not come down again."""
+        """Makes a page that was exclusive in a worker's L1 count here again."""
         if page.above is not None:
             self._eviction.not_above(page)
             if page.host is not None and page.ssd is not None:
@@ -477,7 +477,7 @@ class Residency:
             self._eviction.settle(page)
 
     def purge(self, page: Page, reason: str, *, wipe: bool) -> Outcome:
-        """Make the page unfindable now; its memory goes when its readers do."""
+        """Removes a page from all tables now; its slots are freed once nothing reads them."""
         detail = f"{reason} by request at {self._tables.wall()}"
         write = self._in_flight.writing.get(page.id)
         if write is not None and write.page is page:
@@ -495,17 +495,17 @@ class Residency:
         return Outcome.DEFERRED if busy else Outcome.ACCEPTED
 
     def settle_above(self, ref: WorkerRef) -> None:
-        """What a gone worker's L1 held exclusively counts again here, in parts."""
+        """Makes pages that were exclusive in a gone worker's L1 count again, `limits.part` of them now."""
         self._eviction.unsettled.update(self._eviction.above.pop(ref, {}))
         self.go_on()
 
     def settle_for_drain(self) -> None:
-        """All pages of L3 are to be written to L4, in parts."""
+        """Queues all pages of L3 to be written to L4, `limits.part` of them now."""
         self._eviction.unsettled = dict.fromkeys(self._tables.pages.values())
         self.go_on()
 
     def go_on(self) -> None:
-        """Settle the next pages that a gone worker, or the end of `demote`, has changed the ranks of."""
+        """Handles the next `limits.part` pages of `settle_above` or `settle_for_drain`."""
         for page in list(islice(self._eviction.unsettled, self._tables.limits.part)):
             del self._eviction.unsettled[page]
             if self._tables.draining:

@@ -1,4 +1,4 @@
-"""In which order the pages of L3 and L4 are evicted, what each is worth, and which may go. Pure."""
+"""Eviction order and value of the pages in L3 and L4, and which of them may be evicted. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUE_S, MAX_VALUES = 1.0, 4096  # for so long, and of so many pages, a value is
 
 
 class Eviction:
-    """The orders that pages of L3 and L4 are evicted in, and what each page is worth: which leaves first, and may it.
+    """Keeps each page in the order it is evicted by, and picks victims.
 
     Orders of L3 are by slot size and owner, those of L4 by owner. Of UNLIMITED are all pages, of an owner with a share its
     own once more: while it is over its share only these are looked at, and else no other's are, however many owners
@@ -72,7 +72,7 @@ class Eviction:
             page.own_ssd_order = _moved(page, page.own_ssd_order, own)
 
     def rank(self, page: Page) -> HostRank:
-        """Which of the orders of L3 a page belongs to."""
+        """Returns a page's class in L3's eviction order."""
         if page.superseded or page.above:
             return HostRank.SPENT
         if self._tables.demotes:
@@ -84,7 +84,7 @@ class Eviction:
         return HostRank.INNER if page.envelope.key in self._tables.children else HostRank.LEAF
 
     def ssd_rank(self, page: Page) -> SsdRank:
-        """Which of the orders of L4 a page belongs to."""
+        """Returns a page's class in L4's eviction order."""
         if page.superseded:
             return SsdRank.SPENT
         if page.above or (self._tables.demotes and page.host is not None and page.leaving is Leaving.STAYS):
@@ -92,7 +92,7 @@ class Eviction:
         return SsdRank.INNER if page.envelope.key in self._tables.children else SsdRank.LEAF
 
     def not_above(self, page: Page) -> None:
-        """A page's copies here are no longer spare; it is to be settled."""
+        """Clears `above`; the caller settles the page."""
         ref, page.above = page.above, None
         if ref is not None and ref in self.above:
             del self.above[ref][page]
@@ -104,14 +104,14 @@ class Eviction:
             self.settle(page)
 
     def stay(self, page: Page) -> None:
-        """Its turn to leave L3 has not come after all."""
+        """Cancels a demotion that has begun."""
         if page.leaving is not Leaving.STAYS:
             page.leaving = Leaving.STAYS
             self._in_flight.to_write.pop(page, None)
             self.settle(page)
 
     def _orders_of(self, size: int, owner: bytes) -> list[Order[Page]]:
-        """The orders of a size that comes into use; those of sizes that nothing uses any more make place."""
+        """Returns the orders of a slot size and owner, new ones if need be; drops those of sizes out of use."""
         for other in [
             s
             for s in self.order_sizes
@@ -133,7 +133,7 @@ class Eviction:
         return orders
 
     def renew(self, page: Page, created: int) -> None:
-        """Of a new page it is known now how many pages its request brought."""
+        """Gives a new page its row again, now that the number of pages its request brought is known."""
         listed = (page.host_order, page.own_host_order, page.ssd_order, page.own_ssd_order, page.peer_order)
         orders = [order for order in listed if order is not None]
         for order in orders:
@@ -146,7 +146,7 @@ class Eviction:
             order.add(page)
 
     def redraw(self) -> None:
-        """After pages were used: what leaves first is another now, and what loading costs may have changed.
+        """Invalidates values and candidates after pages were used and loads were measured.
 
         Each order hears of it when it is asked next: there may be many.
         """
@@ -155,7 +155,7 @@ class Eviction:
         self._frames.redraw_peers()
 
     def _host_first(self, order: Order[Page]) -> Page | None:
-        """What leaves an order of L3 first, by what has been used up to now; readers are no matter."""
+        """Returns the lowest-valued page of an order of L3, read or not."""
         if order.members and order.drawn_in != self._redraws:
             order.redraw(self._redraws)
             order.candidates.load_s = self._in_flight.host_load_s(
@@ -164,28 +164,28 @@ class Eviction:
         return order.lowest(self._tables.now)
 
     def _ssd_first(self, order: Order[Page]) -> Page | None:
-        """The same of L4."""
+        """Returns the lowest-valued page of an order of L4, read or not."""
         if order.members and order.drawn_in != self._redraws:
             order.redraw(self._redraws)
             order.candidates.load_s = self._in_flight.ssd_load_s(self._ssd_page_bytes())
         return order.lowest(self._tables.now)
 
     def _ssd_page_bytes(self) -> int:
-        """Slot bytes of the pages of L4, on average."""
+        """Mean slot bytes of L4's pages."""
         assert self._tables.ssd is not None
         num_pages = sum(len(order) for order in self.ssd_orders_of(UNLIMITED))
         return self._tables.ssd.used_bytes // max(1, num_pages)
 
     def value(self, page: Page) -> float:
-        """What a page's copy in L3 is worth."""
+        """Value of a page's copy in L3: seconds that it is expected to save."""
         return self._cached_value(self.values, page, self._in_flight.host_load_s)
 
     def ssd_value(self, page: Page) -> float:
-        """What a page's copy in L4 is worth, or would be."""
+        """Value of a page's copy in L4, there or to be written."""
         return self._cached_value(self.ssd_values, page, self._in_flight.ssd_load_s)
 
     def _cached_value(self, values: dict[Page, float], page: Page, load_s: Callable[[int], float]) -> float:
-        """A value holds until pages are used, or for a while."""
+        """Returns a value computed at most VALUE_S ago and since pages were last used."""
         if self._tables.now > self._valued_at + VALUE_S or len(values) > MAX_VALUES:
             self._forget_values()
         value = values.get(page)
@@ -236,22 +236,22 @@ class Eviction:
         return None
 
     def lowest(self, pages: Sequence[Page]) -> Page | None:
-        """The page of L3 that is worth least."""
+        """Returns the page of L3 with the lowest value."""
         return min(pages, key=self.value) if len(pages) > 1 else pages[0] if pages else None
 
     def lowest_ssd(self, groups: Iterable[list[Order[Page]]], rank: SsdRank) -> Page | None:
-        """The page of this rank that leaves L4 first."""
+        """Returns the page of a rank that is evicted from L4 first."""
         victims = [self._ssd_victim(orders[rank]) for orders in groups if orders[rank].members]
         pages = [page for page in victims if page is not None]
         return min(pages, key=self.ssd_value) if len(pages) > 1 else pages[0] if pages else None
 
     def orders_at(self, size: int, owners: Iterable[bytes] = (UNLIMITED,)) -> list[list[Order[Page]]]:
-        """The orders of a size, of all pages or of these owners' own, where there are any."""
+        """Returns the orders of a slot size: of all pages, or of these owners."""
         return [orders for owner in owners if (orders := self.orders.get((size, owner))) is not None]
 
 
 def _moved(page: Page, before: Order[Page] | None, after: Order[Page] | None) -> Order[Page] | None:
-    """Take a page out of one order and put it into another; the latter."""
+    """Moves a page from one order to another. Returns the latter."""
     if before is not None:
         before.discard(page)
     if after is not None:
