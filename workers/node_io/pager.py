@@ -1,4 +1,4 @@
-"""Moves a worker's pages between L1 and its node: loads, write-through, demotions. The step loop's part that copies.
+"""Moves a worker's pages between L1 and its node: loads, write-through, demotions.
 
 All methods run on the step loop's thread; only the copies themselves run on the copier's.
 """
@@ -148,12 +148,12 @@ class Pager:
 
     @property
     def in_flight(self) -> bool:
-        """An event will come without anything asking for anything: a copy ends, a load ends."""
+        """True while a copy, a load or a reclaim is under way: an event will come by itself."""
         return bool(self._copies or self._loads or self._peer_export.is_waiting)
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing in flight, and nothing left to save while there is somewhere to save it."""
+        """True if nothing is in flight and nothing is left that could be saved."""
         if self.in_flight or self._table.has_due:
             return False
         if any(pages and self._link.can_save(size) for size, pages in self._unsaved.items()):
@@ -162,14 +162,14 @@ class Pager:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the first load in flight loses to recompute, or the lender has something to look at."""
+        """Time of the next deadline: of a load, or of frames lent to peers. None if there is none."""
         times = [seq.load.deadline_s for seq in self._loads.values() if seq.load]
         if (lender := self._peer_export.next_deadline_s) is not None:
             times.append(lender)
         return min(times, default=None)
 
     def locate(self, seq: Sequence) -> None:
-        """Ask the node for the pages of a sequence that is LOADING."""
+        """Asks the node for the pages of a sequence that is LOADING."""
         load = seq.load
         assert load is not None
         request = seq.request
@@ -201,7 +201,7 @@ class Pager:
         )
 
     def _recompute_s(self, seq: Sequence, load: Load) -> float:
-        """What computing a page of the load costs, on average; 0.0: it is loaded whatever that is."""
+        """Seconds that computing a page of the load takes on average; 0.0 to load it in any case."""
         if self._always_load or seq.saved:
             return (
                 0.0  # what was preempted comes back from wherever it is: the sequence has waited long enough
@@ -209,7 +209,7 @@ class Pager:
         return self._table.policy.costs.recompute_s(0.5 * (load.first_page + load.pages))
 
     def _busy_s(self, seq: Sequence) -> float:
-        """Until what older sequences have to compute of their prompts is done."""
+        """Seconds until older sequences have computed their prompts."""
         costs, page_tokens = self._table.policy.costs, self._table.page_tokens
         older = (other for other in self._scheduler.active if other.number < seq.number)
         left = ((other.computed, other.length) for other in older if other.state is SequenceState.RUNNING)
@@ -220,7 +220,7 @@ class Pager:
         )
 
     def finished(self, seq: Sequence, kind: Kind, now: float) -> None:
-        """A sequence is about to be over: where it is its request's last, the node hears what it leaves behind."""
+        """Tells the node which pages a request used, when its last sequence is about to end."""
         request = seq.request
         if not (self._link.is_up and request.spec.use_cache and seq.is_last) or request.admitted_s is None:
             return
@@ -246,7 +246,7 @@ class Pager:
         )
 
     def save(self, records: list[PageRecord], now: float) -> None:
-        """Pages were sealed: take their checksums, and write them through to L3 as slots allow."""
+        """Takes the checksums of sealed pages, and writes them through to L3 as slots allow."""
         for record in records:
             if not self._table.is_cached(record):
                 continue  # its sequence ended with this step, and the page was to go with it
@@ -257,7 +257,7 @@ class Pager:
         self.flush(now)
 
     def save_all(self, now: float) -> None:
-        """Write through from now on, and all that isn't saved yet."""
+        """Saves all unsaved pages, and writes through from now on."""
         if self._is_through:
             return
         self._is_through = True
@@ -267,14 +267,14 @@ class Pager:
         self.flush(now)
 
     def save_now(self, records: list[PageRecord], now: float) -> None:
-        """Save these pages though nothing makes them leave: another waits for them below."""
+        """Saves these pages now: a decode worker or another node waits for them."""
         for record in records:
             if record.save is SaveState.DIRTY:
                 self._to_save(record)
         self.flush(now)
 
     def _save_asked(self, pages: Iterable[tuple[bytes, str]], now: float) -> None:
-        """Another node waits for these pages, and this one doesn't have them: save those that are here, name the others."""
+        """Saves the pages that another node asks for and L1 has, and tells the node which it has not."""
         unsaved: list[tuple[bytes, str]] = []
         for key, variant in pages:
             records = self._table.records_of(PageKey(key))
@@ -291,7 +291,7 @@ class Pager:
         self.flush(now)
 
     def flush(self, now: float) -> None:
-        """Start saving as many unsaved pages as there are slots for, the oldest first."""
+        """Starts saving as many unsaved pages as there are slots for, the oldest first."""
         self._run_ops(now)  # what is saved must lie where it is said to lie
         for record in self._table.take_due() if self._table.has_due else ():
             if self._is_through or record.leaves:
@@ -319,7 +319,7 @@ class Pager:
         self._peer_export.balance(now)
 
     def _choose_to_evict(self, now: float) -> None:
-        """Choose what leaves next, where it is to be saved for that, or peers have room for it."""
+        """Chooses the pages to evict next, to save them or to move them to peers before."""
         if self._is_through and not self._peer_import.has_stock:
             return
         chosen = self._table.choose_to_evict(now)
@@ -340,7 +340,7 @@ class Pager:
             self._copier.put(jobs)
 
     def close(self) -> None:
-        """The copier has ended: let peers' frames go."""
+        """Releases peers' frames, after the copier has ended."""
         self._peer_import.close()
         self._peer_export.close()
 
@@ -362,7 +362,7 @@ class Pager:
         self._link.refill()
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence is over: end what the node holds or loads for it."""
+        """Ends what the node holds or loads for a sequence that is over."""
         if seq.load is not None:
             self._loads.pop(seq.load.lease, None)
             self._leased.pop(seq.load.lease, None)
@@ -371,11 +371,11 @@ class Pager:
             self._link.send(Release(seq.lease))
 
     def release(self, lease: str) -> None:
-        """Nothing needs what the node holds under this lease."""
+        """Tells the node that nothing needs what it holds under this lease."""
         self._link.send(Release(lease))
 
     def expire(self, now: float) -> None:
-        """Loads past their deadline lose to recompute, and lent frames that don't come back are waited for no more."""
+        """Gives up loads past their deadline, and lent frames that don't come back."""
         self._peer_export.expire(now)
         for seq in list(self._loads.values()):
             load = seq.load
@@ -387,16 +387,16 @@ class Pager:
             self._give_up(seq, "deadline", f"the load took longer than {waited}", now)
 
     def given_up(self, now: float) -> Sequence | None:
-        """Who has waited too long for room that peers keep. Before a step."""
+        """Returns a sequence that has waited too long for frames lent to peers. Before a step."""
         return self._peer_export.given_up(now)
 
     def cleared(self, tenant: bytes) -> None:
-        """The tenant's pages are gone: what is being saved of them must not come back to life below."""
+        """Discards saves under way of a tenant whose pages were cleared."""
         self._clears += 1
         self._cleared[tenant] = self._clears
 
     def verify(self, record: PageRecord) -> bool | None:
-        """Whether the page's bytes in L1 are those that were sealed; None when that can't be told."""
+        """Returns whether a page's bytes in L1 match its checksum; None if that isn't known."""
         if not record.checksum or self._memory is None:
             return None
         return self._checksum(record) == record.checksum
@@ -417,7 +417,7 @@ class Pager:
     # Events
 
     def on_link(self, event: LinkEvent, now: float) -> None:
-        """The connection to the node came, went, or brought a message."""
+        """Handles an event of the connection to the node."""
         match event:
             case Connected():
                 if self._link.take_connection(event):
@@ -432,7 +432,7 @@ class Pager:
                     self._hear(event.message, now)
 
     def on_copied(self, job: Job, now: float) -> None:
-        """A copy job is over."""
+        """Handles the end of a copy job."""
         self._copies -= 1
         for page in job.pages:
             self._table.end_copy(page.frame)
@@ -576,7 +576,7 @@ class Pager:
         self._finish_if_complete(seq, now)
 
     def _describe(self, page: LoadPage | PeerLoad) -> None:
-        """What only the envelope told goes into the record of a page that can be found now."""
+        """Copies what only the envelope told into the record of a cached page."""
         record = self._table.record(page.frame)
         if record is not None and record.format is page.spec.format:
             record.made_from = page.made_from
@@ -617,7 +617,7 @@ class Pager:
             self._copier.put([*jobs])
 
     def _to_save(self, record: PageRecord) -> None:
-        """Queue a page for the node, if there is one that is to have it; one that is put off comes again when it is due."""
+        """Queues a page to be saved, unless no node takes it. A page that is put off is queued when it is due."""
         if not self._may_go_down(record):
             return
         self._queue(self._unsaved[record.nbytes], record)
@@ -628,14 +628,14 @@ class Pager:
         return self._link.is_configured and not (record.is_put_off or self._table.is_dead(record.tree))
 
     def _queue(self, queue: OrderedDict[PageRecord, None], record: PageRecord) -> None:
-        """Add to a queue of cached pages; evicted ones are left in it until they are half of it."""
+        """Appends to a queue of cached pages; evicted ones stay in it until they are half of it."""
         queue[record] = None
         if len(queue) > QUEUE_SLACK + 2 * sum(self._table.counts.values()):
             for queued in [queued for queued in queue if not self._table.is_cached(queued)]:
                 del queue[queued]
 
     def _make_variants(self, now: float) -> list[SavePage]:
-        """Convert pages for a lower tier into frames of no one's, each of which is free again once it is saved."""
+        """Converts pages to the format of L4, into frames that are free again once they are saved."""
         pages: list[SavePage] = []
         by_kind: dict[tuple[int, PageFormat], Convert] = {}
         sources: list[int] = []
@@ -671,7 +671,7 @@ class Pager:
         return pages
 
     def _variant_of(self, record: PageRecord) -> PageSpec:
-        """The shape of a page's variant for L4, which there is."""
+        """Returns the spec of a page in L4's format. There must be one."""
         assert self._l4_format is not None
         return self._groups[record.group].specs[self._l4_format]
 
@@ -752,11 +752,11 @@ class Pager:
         self.flush(now)
 
     def _is_still_cached(self, record: PageRecord, is_written: bool, now: float) -> bool:
-        """A save of the page is over; it may have stayed only for that, or have left meanwhile."""
+        """Ends a save. Returns whether the page is still cached."""
         return self._table.is_cached(record) and self._table.saved(record, is_written, now)
 
     def _run_ops(self, now: float) -> None:
-        """Do to frames what is queued, before anything else touches them."""
+        """Runs the queued operations on frames, before anything else touches them."""
         if self._table.has_ops:
             self._ops.run(self._table.take_ops())
 
@@ -772,7 +772,7 @@ class Pager:
     # The connection
 
     def _introduce(self, now: float) -> None:
-        """A node came (back): it may be a new one, so it hears of all roots, and gets every cached page as slots come."""
+        """Introduces the worker to a node that has connected: sends all roots, and saves every cached page as slots come."""
         for fields in self._roots.fields():
             self._link.send(NewRoot(fields))
         self._table.node_came(can_save=any(map(self._link.can_save, self._unsaved)))
@@ -783,7 +783,7 @@ class Pager:
         self.flush(now)
 
     def _lose(self, number: int, now: float) -> None:
-        """The node went away: what it leased or held is void, and loads fall back to computing."""
+        """Handles the loss of the node: its leases are void, and loads fall back to computing."""
         self._copier.wait_idle()  # a slot must not be touched once the slab is let go
         if not self._link.lose_connection(number):
             return

@@ -89,7 +89,7 @@ class PageCache:
         self._dead: set[RootKey] = set()  # cleared trees that still have users
 
     def wire(self) -> None:
-        """Tell the parts that need it where they belong: done at the beginning, and after all was read from a file."""
+        """Connects the index and the policy with this cache."""
         self.index.wire(self._leaves_of_tree, self._bury_run)
 
     # What is here
@@ -127,7 +127,7 @@ class PageCache:
 
     @property
     def limbo(self) -> int:
-        """Frames of nothing that a copy keeps from being free."""
+        """Frames without a holder that a copy keeps from being free."""
         return self.frames.limbo
 
     @property
@@ -136,11 +136,11 @@ class PageCache:
         return self.frames.copies_in_flight
 
     def start_copy(self, frame: int) -> None:
-        """A copy from or into the frame begins: it is neither free nor moved before `end_copy`."""
+        """Begins a copy from or into a frame: it is neither freed nor moved before `end_copy`."""
         self.frames.start_copy(frame)
 
     def end_copy(self, frame: int) -> None:
-        """The copy is over."""
+        """Ends a copy."""
         self.frames.end_copy(frame)
 
     def copies_of(self, frame: int) -> int:
@@ -149,34 +149,34 @@ class PageCache:
 
     @property
     def has_ops(self) -> bool:
-        """`take_ops` would give some."""
+        """True if `take_ops` would return any."""
         return self.frames.has_ops
 
     def take_ops(self) -> list[Op]:
-        """What is to be done to the bytes of frames, in this order, before anything else touches them."""
+        """Returns the operations on frames that must run, in this order, before anything else touches them."""
         return self.frames.take_ops()
 
     def record(self, frame: int) -> PageRecord | None:
-        """The cached page in this frame."""
+        """Returns the cached page in a frame; None if there is none."""
         return self.frames.records.get(frame)
 
     def records_in(self, frames: list[int]) -> list[PageRecord]:
-        """Those of these frames that hold cached pages."""
+        """Returns those of these frames that hold cached pages."""
         records = self.frames.records
         return [records[frame] for frame in frames if frame in records]
 
     def is_cached(self, record: PageRecord) -> bool:
-        """The page hasn't left since."""
+        """Returns whether the page is still cached."""
         return self.frames.records.get(record.frame) is record
 
     def records_of(self, key: PageKey) -> list[PageRecord]:
-        """The page of this key in each format that is here."""
+        """Returns the cached pages of a key, one for each format."""
         if key in self._in_tree:
             return [self._in_tree[key]]
         return [record for format in self._formats if (record := self.pool.get(key, format)) is not None]
 
     def has(self, key: PageKey) -> bool:
-        """The page is here, in some format."""
+        """Returns whether a page of this key is cached, in any format."""
         return bool(self.records_of(key))
 
     def keys(self) -> list[PageKey]:
@@ -199,7 +199,7 @@ class PageCache:
             yield record, self.frames.is_held(record.frame)
 
     def is_held(self, record: PageRecord) -> bool:
-        """Whether anyone holds a page that can be found, as `cached` says it."""
+        """Returns whether a cached page has a holder, as `cached` does."""
         if record.is_pooled:
             return self.frames.is_held(record.frame)
         return self.index.is_in_use(self.index.match(record.tree, self._chain_tokens(record)).node)
@@ -207,11 +207,11 @@ class PageCache:
     # Room
 
     def size_of(self, group: int, format: PageFormat) -> int:
-        """Units of a page."""
+        """Returns a page's size in units."""
         return self.frames.units(self.groups[group][format])
 
     def has_room(self, missing: Mapping[int, int]) -> bool:
-        """Whether so many more pages, by size in units, fit beside all that something holds."""
+        """Returns whether so many more pages, by size in units, fit beside all held pages."""
         slabs = self.frames.slabs
         pages = Counter(slabs.used)
         pages.update(missing)
@@ -228,7 +228,7 @@ class PageCache:
         return taken
 
     def wait_for_lent(self) -> bool:
-        """Whether room comes soon, as frames that are lent come back: from now on they are wanted."""
+        """Asks for lent frames. Returns whether room will come by that."""
         if not self.frames.lent or self.lent_overdue:
             return False
         self.lent_wanted = True
@@ -244,12 +244,12 @@ class PageCache:
         return pages
 
     def take_back(self, frames: Iterable[int]) -> None:
-        """These frames were lent, and are no longer read or written by peers."""
+        """Takes back lent frames that peers no longer read or write."""
         self.frames.take_back(frames)
         self.lent_overdue = False
 
     def borrow(self, group: int, format: PageFormat, now: float) -> int | None:
-        """A frame that is no one's, with a copy into it started: it is free again when that ends."""
+        """Returns a frame without a holder, with a copy into it begun; it is free again when the copy ends. None without room."""
         taken = self.take(group, format, 1, now)
         if not taken:
             return None
@@ -258,7 +258,7 @@ class PageCache:
         return taken[0]
 
     def drop(self, frame: int, now: float) -> None:
-        """A holder lets the frame go."""
+        """Removes a holder of a frame."""
         record = self.frames.records.get(frame)
         if self.frames.let_go(frame) and record is not None and record.is_pooled:
             if record.key in self._doomed:
@@ -273,7 +273,7 @@ class PageCache:
                     self.due.append(record)
 
     def hold(self, record: PageRecord) -> None:
-        """One more holds a page of the pool."""
+        """Adds a holder to a page of the pool."""
         self.frames.hold(record.frame)
         self.pool.held(record)
 
@@ -288,12 +288,12 @@ class PageCache:
         self.pool.begin(shared, now)
 
     def start_save(self, record: PageRecord) -> None:
-        """The page is being copied down from here on."""
+        """Begins to save a page."""
         record.save = SaveState.SAVING
         self.start_copy(record.frame)
 
     def saved(self, record: PageRecord, is_written: bool, now: float) -> bool:
-        """A save of the page is over. Whether the page is still cached: it may have stayed only to be saved."""
+        """Ends a save. Returns whether the page is still cached: it may have stayed only to be saved."""
         if not self.is_cached(record):
             return False
         record.save = SaveState.CLEAN if is_written else SaveState.DIRTY
@@ -337,7 +337,7 @@ class PageCache:
         return True
 
     def _evict(self, missing: int, now: float) -> bool:
-        """Evict what the policy values least; False when all that is cached is held."""
+        """Evicts the page with the lowest value. Returns False if every cached page is held."""
         spent = self._ranks.spent()
         if spent is not None:
             self._uncache(spent, now)
@@ -375,12 +375,12 @@ class PageCache:
 
     @property
     def is_below_watermark(self) -> bool:
-        """`choose_to_evict` would choose enough to be worth its work, if there is anything."""
+        """True if `choose_to_evict` has enough to choose to be worth calling."""
         slack = self.watermark_bytes // (MARGIN_PARTS * self._largest_bytes)
         return bool(self.watermark_bytes) and self._pages_below_watermark() > slack
 
     def choose_to_evict(self, now: float) -> list[PageRecord]:
-        """Choose what leaves next, until that and what is free make `watermark_bytes`; the chosen pages.
+        """Chooses pages to evict until they and the free frames make `watermark_bytes`. Returns them.
 
         They leave before all others, those first that have a copy below by then; one that is used meanwhile stays.
         """
@@ -398,7 +398,7 @@ class PageCache:
         return chosen
 
     def node_came(self, *, can_save: bool) -> None:
-        """No page has a copy below any more: what is to leave next is chosen again, so that it is saved if it can be."""
+        """Marks all pages unsaved, for a node that has connected, and forgets which were chosen to be evicted."""
         self.can_save = can_save
         for record, _ in self.cached():
             if record.save is SaveState.CLEAN:
@@ -414,7 +414,7 @@ class PageCache:
         return self.frames.slabs.sizes[-1] * self.frames.unit_bytes
 
     def _next_to_set_aside(self, pages: int, now: float) -> list[Victim]:
-        """What the policy values least, be it the rest of a run whose end is set aside."""
+        """Returns the span with the lowest value, the rest of one whose end is chosen included."""
         victims = self._ranks.victims(pages, now)
         least = self.policy.value(victims[0].row, now) if victims else inf
         for row, aside in self._ranks.partly_aside():
@@ -427,7 +427,7 @@ class PageCache:
         return self.index.pages_of(row) if self.pool.by_row(row) is None else 1
 
     def _next_aside(self, save: SaveState) -> tuple[Leaves, Victim] | None:
-        """Of what was set aside, the first with pages that are all CLEAN, or of which some are in another state.
+        """Returns the first chosen span whose pages are all CLEAN, or of which some are not.
 
         A page under a copy counts as being saved: its frame is of no use to anyone before that ends.
         """
@@ -458,7 +458,7 @@ class PageCache:
         self.dropped_pages += 1
 
     def _bury_run(self, row: Row, frames: list[int], in_use: bool) -> None:
-        """The row of pages that leave the radix trees, deepest first, goes to their ghosts."""
+        """Gives the row of pages that leave the radix trees to their ghosts, deepest first."""
         for left in range(len(frames) - 1, -1, -1):
             record = self.frames.records[frames[len(frames) - 1 - left]]
             own = self.policy.split(row, left) if left else row
