@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.tier.pages.identity import tenant_digest
-from kvtier.tier.pages.page import PageKey, TierName
+from kvtier.tier.pages.page import PageKey, PageSpec, TierName
 from kvtier.tier.policy.plugins import load_policies
 from kvtier.tier.policy.registry import make_policy
 from kvtier.tier.protocol.messages import Hello, NewRoot
@@ -272,23 +272,12 @@ class StepLoop:
                 f"l2_share {l2_share} needs an arena that peers can open: load_runner(share_arena=True)"
             )
         load_policies()
-        units, unit_bytes = runner.arena.shape
-        specs = [spec for group in runner.groups for spec in group.specs.values()]
+        specs = _specs(runner)
         self.runner = runner
         self.page_tokens = runner.page_tokens
         self.outputs = StepOutputs(sink)
         self.inbox: Inbox[Event] = Inbox(settings.max_waiting + ADMIN_CALLS)
-        self.table = PageTable(
-            units,
-            unit_bytes,
-            runner.page_tokens,
-            tuple({format: spec.nbytes for format, spec in group.specs.items()} for group in runner.groups),
-            make_policy(
-                settings.policy,
-                max(1, runner.arena.nbytes // max(spec.nbytes for spec in specs)),
-            ),
-            {tenant_digest(name): share for name, share in settings.shares.items()},
-        )
+        self.table = _page_table(runner, settings)
         # Some configs name ids that the model has no logits for: none of them can ever come.
         self.eos_ids = tuple(token for token in runner.eos_ids if 0 <= token < runner.vocab_size)
         self.scheduler = Scheduler(
@@ -299,24 +288,9 @@ class StepLoop:
             weights=settings.preemption,
             eos_ids=self.eos_ids,
         )
-        stock = max(16, 2 * -(-settings.max_batch_tokens // runner.page_tokens))
-        if settings.write == "demote":
-            largest = max(spec.nbytes for spec in specs)
-            self.table.save_loaded = SaveState.DIRTY
-            self.table.watermark_bytes = max(1, min(stock * largest, runner.arena.nbytes // WATERMARK_SHARE))
-        elif l2_share:
-            self.table.watermark_bytes = max(1, runner.arena.nbytes // L2_WATERMARK_PARTS)
+        stock = _stock(runner, settings)
         self._share = runner.share if l2_share else None
-        hello = Hello.of_worker(
-            worker_id,
-            uuid.uuid4().hex,
-            payloads={spec.digest: spec.nbytes for spec in specs},
-            raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
-            root_fields=runner.root_fields(),
-            write=settings.write,
-            arena_bytes=0 if self._share is None else self._share.nbytes,
-            arena_handle=b"" if self._share is None else self._share.handle,
-        )
+        hello = _hello(runner, settings, worker_id)
         frames, copies = runner.open_l1()
         self.link = NodeLink(
             socket_path,
@@ -467,6 +441,50 @@ class StepLoop:
                 case _:
                     pass
         self.outputs.send()
+
+
+def _specs(runner: ModelRunner) -> list[PageSpec]:
+    return [spec for group in runner.groups for spec in group.specs.values()]
+
+
+def _stock(runner: ModelRunner, settings: EngineSettings) -> int:
+    """Slots of L3 that a worker has at hand: two steps' prefill."""
+    return max(16, 2 * -(-settings.max_batch_tokens // runner.page_tokens))
+
+
+def _page_table(runner: ModelRunner, settings: EngineSettings) -> PageTable:
+    units, unit_bytes = runner.arena.shape
+    largest = max(spec.nbytes for spec in _specs(runner))
+    table = PageTable(
+        units,
+        unit_bytes,
+        runner.page_tokens,
+        tuple({format: spec.nbytes for format, spec in group.specs.items()} for group in runner.groups),
+        make_policy(settings.policy, max(1, runner.arena.nbytes // largest)),
+        {tenant_digest(name): share for name, share in settings.shares.items()},
+    )
+    if settings.write == "demote":
+        ahead = min(_stock(runner, settings) * largest, runner.arena.nbytes // WATERMARK_SHARE)
+        table.save_loaded = SaveState.DIRTY
+        table.watermark_bytes = max(1, ahead)
+    elif settings.l2_share:
+        table.watermark_bytes = max(1, runner.arena.nbytes // L2_WATERMARK_PARTS)
+    return table
+
+
+def _hello(runner: ModelRunner, settings: EngineSettings, worker_id: str) -> Hello:
+    share = runner.share if settings.l2_share else None
+    specs = _specs(runner)
+    return Hello.of_worker(
+        worker_id,
+        uuid.uuid4().hex,
+        payloads={spec.digest: spec.nbytes for spec in specs},
+        raw_payloads={spec.digest: replace(spec, format=runner.raw_format).nbytes for spec in specs},
+        root_fields=runner.root_fields(),
+        write=settings.write,
+        arena_bytes=0 if share is None else share.nbytes,
+        arena_handle=b"" if share is None else share.handle,
+    )
 
 
 def _attended(row: Row) -> int:
