@@ -74,7 +74,7 @@ class Breaker:
 class PeerRecord:
     """What is known of a peer, and what runs there."""
 
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: Breaker = field(default_factory=lambda: Breaker(OPEN_AFTER))
     is_doubted: bool = (
         False  # it sent a damaged page: it is asked to look before it sends, until it ends one well
     )
