@@ -1,4 +1,4 @@
-"""A state machine's state, taken in a forked child: its loop goes on at once, and the child sees the state as it was.
+"""Takes the state of a state machine in a forked child, so that the machine's loop goes on at once.
 
 The child has this process's memory as of the fork, shared until either side writes to it, and one thread. It makes the
 state into bytes, writes them into a pipe and exits; it touches no file, socket, lock or device of its parent's. Libraries

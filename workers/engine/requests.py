@@ -241,9 +241,7 @@ class Requests:
         self._metrics.close(request, time.monotonic())
 
     def stop(self) -> None:
-        """Take no more, end what runs, and save what is unsaved. Idempotent."""
-        if self._is_stopping:
-            return
+        """Take no more, end what runs, and save what is unsaved. Called once."""
         self._is_stopping = True
         for request in list(self.live.values()):
             self.end(request, FinishReason.CANCELLED, time.monotonic(), "the worker is stopping")

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from kvtier.tier.pages.page import PageFormat, PageKey, TierName
 from kvtier.tier.pages.recipe import ChainNeeds
 from kvtier.tier.policy.base import Kind, ScoreWeights, Use
-from kvtier.tier.protocol.messages import PageRef
 from kvtier.workers.paging.frames import Op, PageRecord, SaveState
 from kvtier.workers.paging.page_table import PageTable
 from kvtier.workers.requests.api import EngineRequest, FinishReason
@@ -266,17 +265,6 @@ class Scheduler:
         self.table.slide(seq, now)
         return [record for record in sealed if self.table.is_cached(record)]
 
-    def place(self, seq: Sequence, ref: PageRef, format: PageFormat, now: float) -> int | None:
-        """The frame for a page that comes up, with a copy into it started; None, and the load is cut, without room.
-
-        Do what table.take_ops() says before the copy: it may read the frame.
-        """
-        return self.table.place(seq, ref, format, now)
-
-    def arrive(self, seq: Sequence, ref: PageRef, tier: TierName, now: float) -> None:
-        """A page that its load still wants is in its frame, verified; the copy has ended."""
-        self.table.arrive(seq, ref, tier, now)
-
     def loaded(self, seq: Sequence, now: float) -> int:
         """The sequence's load is over, whatever came of it: use what came, run. The pages of its prefix."""
         load = seq.load
@@ -306,8 +294,9 @@ class Scheduler:
         """Take a sequence out, in whatever state it is; its pages go back. A load's lease is the caller's to end.
 
         What its request leaves behind tells the cache when to expect the next use. `kind` is seq.kind(reason) for one
-        who knows it. Nothing is learned of one that goes on at another worker. In the middle of a step its rows are out of
-        it: nothing has been computed for them.
+        who knows it. Nothing is learned of one that goes on at another worker.
+
+        Called in the middle of a step, it also removes the sequence's rows: nothing has been computed for them.
         """
         self.rows = [row for row in self.rows if row.seq is not seq]
         goes_on = reason is FinishReason.PREFILLED
